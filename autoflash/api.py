@@ -1,0 +1,194 @@
+"""attention() and explain(): documentation and validation, nothing else."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.ops import DifferentiableAttention, may_skip_dispatcher
+from autoflash.runtime.dispatch import attention_fwd
+
+_LAYOUTS = ("bhsd", "bshd")
+_attention_fwd = torch.ops.autoflash.attention_fwd.default
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    layout: str = "bhsd",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(scale * q kᵀ) v, by the best kernel known for this GPU and shape.
+
+    Args:
+        q: [batch, heads, seqlen_q, head_dim], or [batch, seqlen_q, heads, head_dim] with
+            layout="bshd". float16 or bfloat16 on a GPU, any floating type on the CPU. Any strides;
+            a last dimension that isn't contiguous is copied first.
+        k: [batch, kv_heads, seqlen_k, head_dim] (or bshd); heads must be a multiple of kv_heads.
+        v: [batch, kv_heads, seqlen_k, head_dim_v] (or bshd). Head dims go from 1 to 256.
+        causal: hide key j from row i unless j <= i + seqlen_k - seqlen_q (bottom-right).
+        scale: factor of the scores; 1 / sqrt(head_dim) by default.
+        deterministic: the forward always is; accepted for callers that ask.
+        return_lse: also return the log-sum-exp of each row: [batch, heads, seqlen_q], float32,
+            natural logarithm.
+        layout: "bhsd" or "bshd".
+
+    The other arguments are not served yet: a value other than the default raises UnsupportedError.
+
+    Returns:
+        out, like q but with head_dim_v and heads and rows in memory in q's order; or (out, lse).
+        A row that sees no key has out = 0 and lse = -inf.
+
+    Gradients flow to q, k and v, computed by torch from the LSE in blocks of rows.
+
+    Raises:
+        InvalidInputError: shapes, dtypes, devices or values that make no attention call.
+        UnsupportedError: a request that no variant serves.
+        MissingRecordError: in lock mode, when this problem has no exact record.
+    """
+    if (
+        softcap or dropout_p or window != (-1, -1) or alibi_slopes is not None
+        or sinks is not None or bias is not None or score_mod is not None or mask_mod is not None
+        or block_mask is not None or cu_seqlens_q is not None or cu_seqlens_k is not None
+        or max_seqlen_q is not None or max_seqlen_k is not None or q_descale is not None
+        or k_descale is not None or v_descale is not None
+    ):  # fmt: skip
+        raise _unserved(
+            window=window if window != (-1, -1) else None, softcap=softcap or None,
+            alibi_slopes=alibi_slopes, sinks=sinks, bias=bias, score_mod=score_mod,
+            mask_mod=mask_mod, block_mask=block_mask, dropout_p=dropout_p or None,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale,
+        )  # fmt: skip
+    bshd = layout == "bshd"
+    if not bshd and layout != "bhsd":
+        raise InvalidInputError(f"layout={layout!r}: must be one of {', '.join(_LAYOUTS)}")
+    if scale is None:
+        scale = _default_scale(q)
+    elif not math.isfinite(scale):
+        raise InvalidInputError(f"scale={scale!r}: must be finite")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = DifferentiableAttention.apply(q, k, v, scale, causal, bshd)  # type: ignore[no-untyped-call]
+    elif scale > 0 and may_skip_dispatcher(q, k, v):
+        out, lse = attention_fwd(q, k, v, scale, causal, bshd, return_lse)
+    else:
+        out, lse = _attention_fwd(q, k, v, scale, causal, bshd, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _default_scale(q: Tensor) -> float:
+    head_dim = q.shape[-1] if q.dim() else 0
+    if head_dim < 1:
+        raise InvalidInputError(f"q has shape {tuple(q.shape)}: its last dimension is head_dim")
+    return float(head_dim**-0.5)
+
+
+def _unserved(**given: Any) -> UnsupportedError:
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    return UnsupportedError(f"not served yet: {names}; leave it at its default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What would run for a call, and why.
+
+    ``how``: tuned, neighbour, predicted or default (or reference, on the CPU). ``layer``: where the
+    record came from. ``path``: the emitted file. ``tune``: the command that tunes this problem.
+    """
+
+    problem: str
+    target: str
+    kernel: str
+    config: dict[str, bool | int | str]
+    how: str
+    layer: str
+    why: str
+    path: Path | None
+    tune: str
+
+    def __str__(self) -> str:
+        config = " ".join(f"{name}={value}" for name, value in self.config.items())
+        return (
+            f"{self.problem} on {self.target}: {self.kernel} [{self.how}, from {self.layer}]\n"
+            f"  why: {self.why}\n  config: {config}\n  file: {self.path}\n  tune: {self.tune}"
+        )
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, layout: str = "bhsd", **others: Any
+) -> Explanation:
+    """Which kernel ``attention`` with these arguments runs, from which layer, and how to tune it.
+
+    Compiles and launches nothing. Raises like ``attention``.
+    """
+    from autoflash.runtime.choose import choose, tune_command
+    from autoflash.runtime.inputs import access_of, check_tensors, problem_of
+    from autoflash.target import current_target
+
+    _check_others(others)
+    if layout not in _LAYOUTS:
+        raise InvalidInputError(f"layout={layout!r}: must be one of {', '.join(_LAYOUTS)}")
+    bshd = layout == "bshd"
+    check_tensors(q, k, v, bshd)
+    problem = problem_of(q, k, v, causal=causal, bshd=bshd)
+    if q.device.type != "cuda":
+        return Explanation(
+            problem=problem.label(), target=q.device.type, kernel="reference", config={},
+            how="reference", layer="torch", why="kernels need a GPU", path=None,
+            tune=tune_command(problem) + " --target h100",
+        )  # fmt: skip
+    from autoflash.codegen.render import render
+    from autoflash.codegen.source_cache import emit
+    from autoflash.runtime.dispatch import output_like
+
+    target = current_target(q.device)
+    choice = choose(problem, target, access_of(q, k, v, output_like(q, v, bshd), bshd))
+    return Explanation(
+        problem=problem.label(),
+        target=target.name,
+        kernel=choice.kernel.name,
+        config=dict(choice.config),
+        how=choice.how,
+        layer=choice.layer,
+        why=choice.why,
+        path=emit(render(choice.kernel, problem, choice.config)),
+        tune=tune_command(problem),
+    )
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    import inspect
+
+    parameters = inspect.signature(attention).parameters
+    for name, value in others.items():
+        if name not in parameters:
+            raise InvalidInputError(f"attention() has no argument {name!r}")
+        served = name in ("scale", "return_lse", "deterministic")
+        if not served and value != parameters[name].default:
+            raise _unserved(**{name: value})

@@ -1,0 +1,258 @@
+"""The ``autoflash`` command: tune, show, list, bench, doctor."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from autoflash.errors import AutoFlashError, InvalidInputError
+from autoflash.problem import Problem
+from autoflash.report import (
+    ProgressListener,
+    doctor_table,
+    record_as_dict,
+    records_table,
+    result_as_dict,
+    results_table,
+    trials_table,
+)
+
+app = typer.Typer(
+    help="Tune attention kernels, keep the winners, look at them.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+Text = Annotated[str | None, typer.Option()]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
+StoreOption = Annotated[
+    Path | None, typer.Option("--db", help="The store's file; default: AUTOFLASH_DB.")
+]
+
+
+def main() -> NoReturn:
+    """Run the command; an AutoFlashError becomes one line and exit code 2, Ctrl-C 130."""
+    try:
+        app(standalone_mode=False)
+    except AutoFlashError as error:
+        errors.print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(2)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        errors.print("interrupted; what was found is kept, run again to go on")
+        sys.exit(130)
+    except Exception as error:
+        # click's usage errors carry their own message and code; anything else is a bug.
+        if not hasattr(error, "exit_code") or not hasattr(error, "show"):
+            raise
+        error.show()
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+@app.command()
+def tune(
+    batch: Annotated[str, typer.Option(help="Batch sizes: '1' or '1,8'.")] = "1",
+    heads: Annotated[str | None, typer.Option(help="Query heads.")] = None,
+    kv_heads: Annotated[str | None, typer.Option(help="Key/value heads; default: heads.")] = None,
+    seqlen: Annotated[str | None, typer.Option(help="Both lengths: '4096', '1k,4k'.")] = None,
+    seqlen_q: Annotated[str | None, typer.Option(help="Query length.")] = None,
+    seqlen_k: Annotated[str | None, typer.Option(help="Key length.")] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Head dim of q and k.")] = None,
+    head_dim_v: Annotated[str | None, typer.Option(help="Head dim of v; default: same.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16 (default).")] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Problems from a YAML or JSON file.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="Problems of a Hugging Face model's config.json.")
+    ] = None,
+    seqlens: Annotated[str, typer.Option(help="Lengths for --model-config.")] = "1k,4k,16k",
+    target: Annotated[
+        str | None, typer.Option(help="A GPU that need not be there: a100, h100, mi300x, …")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds per problem (60).")] = None,
+    trials: Annotated[int | None, typer.Option(help="At most so many trials.")] = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Search the best kernel of each problem and store it. Ctrl-C keeps what was found."""
+    flags = {
+        "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v,
+    }  # fmt: skip
+    problems = _problems(flags, batch, dtype, causal, file, model_config, seqlens)
+    from autoflash.tuning.tune import tune as run
+
+    listener = ProgressListener(errors, quiet=as_json)
+    try:
+        with listener:
+            run(
+                problems,
+                target=target,
+                budget_s=budget,
+                trials=trials,
+                store=_open_store(db),
+                listener=listener,
+            )
+    finally:
+        if as_json:
+            typer.echo(json.dumps([result_as_dict(r) for r in listener.results], indent=1))
+        elif listener.results:
+            for result in listener.results:
+                console.print(trials_table(result))
+            console.print(results_table(listener.results))
+    if any(result.record is None for result in listener.results):
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_records(
+    target: Annotated[str | None, typer.Option(help="Only this GPU: 'h200' or its name.")] = None,
+    db: StoreOption = None,
+    shipped: Annotated[bool, typer.Option(help="The records that ship with AutoFlash.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """The records of the store."""
+    records = _records(db, shipped, target)
+    if as_json:
+        typer.echo(json.dumps([record_as_dict(r) for r in records], indent=1))
+    else:
+        console.print(records_table(records))
+
+
+@app.command()
+def show(
+    seqlen: Annotated[str | None, typer.Option(help="Only this query length.")] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Only this head dim.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--no-causal")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Only this dtype.")] = None,
+    target: Annotated[str | None, typer.Option(help="Only this GPU.")] = None,
+    db: StoreOption = None,
+    shipped: Annotated[bool, typer.Option(help="The records that ship with AutoFlash.")] = False,
+    source: Annotated[bool, typer.Option(help="Print the emitted file's text too.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Records in full: problem, config, time, evidence and the emitted file."""
+    from autoflash.problem import canonical_dtype, parse_length
+    from autoflash.report import record_panel
+    from autoflash.tuning.tune import emitted_path
+
+    wanted: dict[str, Any] = {"causal": causal}
+    wanted["seqlen_q"] = seqlen and parse_length("seqlen", seqlen)
+    wanted["head_dim"] = head_dim and parse_length("head_dim", head_dim)
+    wanted["dtype"] = dtype and canonical_dtype(dtype)
+    records = [
+        record
+        for record in _records(db, shipped, target)
+        if all(v is None or getattr(record.problem, k) == v for k, v in wanted.items())
+    ]
+    if not records:
+        raise InvalidInputError("no record matches: see `autoflash list`")
+    if as_json:
+        found = [record_as_dict(r) | {"path": str(emitted_path(r))} for r in records]
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for record in records:
+        path = emitted_path(record)
+        console.print(record_panel(record, path))
+        if source and path is not None:
+            typer.echo(path.read_text(encoding="utf-8"))
+
+
+@app.command()
+def bench(
+    batch: Annotated[str, typer.Option(help="Batch size.")] = "4",
+    heads: Annotated[str, typer.Option(help="Query heads.")] = "16",
+    kv_heads: Annotated[str | None, typer.Option(help="Key/value heads.")] = None,
+    seqlen: Annotated[str, typer.Option(help="Length.")] = "4096",
+    head_dim: Annotated[str, typer.Option(help="Head dim.")] = "128",
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
+    causal: Annotated[bool, typer.Option("--causal/--no-causal")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Time the kernel that serves a problem here, interleaved with torch's own attention."""
+    from autoflash.report import bench_table
+    from autoflash.tuning.bench import bench_problem
+
+    fields = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen}
+    fields |= {"head_dim": head_dim, "dtype": dtype}
+    given = {k: v for k, v in fields.items() if v is not None}
+    problem = Problem.parse({**given, "causal": causal})
+    result = bench_problem(problem)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        console.print(bench_table(problem, result))
+
+
+@app.command()
+def doctor(db: StoreOption = None, as_json: JsonFlag = False) -> None:
+    """GPU, driver, versions, store and what is missing. Exit code 1 if something is."""
+    from autoflash.diagnosis import diagnose
+
+    findings = diagnose(db)
+    if as_json:
+        typer.echo(json.dumps([vars(f) for f in findings], indent=1))
+    else:
+        console.print(doctor_table(findings))
+    if any(finding.state == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _problems(
+    flags: dict[str, str | None], batch: str, dtype: str | None, causal: bool | None,
+    file: Path | None, model_config: Path | None, seqlens: str,
+) -> list[Problem]:  # fmt: skip
+    from autoflash.tuning.problems import expand, from_file, from_model_config, unique
+
+    given = {name: _split(value) for name, value in flags.items() if value is not None}
+    sources = [bool(given), file is not None, model_config is not None]
+    if sum(sources) != 1:
+        raise InvalidInputError(
+            "give one of: flags (--heads 16 --seqlen 4k --head-dim 128), --file, --model-config"
+        )
+    if file is not None:
+        return from_file(file)
+    if model_config is not None:
+        return from_model_config(model_config, _split(seqlens), _split(batch), dtype, causal)
+    fields = {**given, "batch": _split(batch), "causal": bool(causal)}
+    return unique(expand(fields | ({"dtype": dtype} if dtype else {})))
+
+
+def _split(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _open_store(db: Path | None) -> Any:
+    from autoflash.settings import settings
+    from autoflash.store.store import Store
+
+    return Store(db or settings().db_path)
+
+
+def _records(db: Path | None, shipped: bool, target: str | None) -> list[Any]:
+    from autoflash.settings import settings
+    from autoflash.store.shipped import all_shipped_records
+    from autoflash.store.store import Store
+    from autoflash.target import NAMED_TARGETS
+
+    if shipped:
+        records = all_shipped_records()
+    else:
+        path = db or settings().db_path
+        if not path.exists():
+            return []
+        records = Store(path, read_only=True).records()
+    if target is None:
+        return records
+    named = NAMED_TARGETS.get(target.lower())
+    name = named.name if named else target
+    return [record for record in records if record.target.name == name]

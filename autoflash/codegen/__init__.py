@@ -1,0 +1,1 @@
+"""From a Variant to a file of source that can be imported."""

@@ -1,0 +1,61 @@
+"""Rendering: (kernel, problem, config) to a Source. Pure: no files, no clock, no GPU."""
+
+import functools
+import hashlib
+import pprint
+from dataclasses import dataclass
+
+from autoflash.codegen.environment import environment
+from autoflash.kernels.kernel import Kernel
+from autoflash.problem import Problem
+from autoflash.space import Config
+from autoflash.version import VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rendered text of one kernel file. ``kernel_hash`` covers the device code alone (what is
+    compiled), ``name`` is a readable slug with 8 digits of the whole text's hash."""
+
+    kernel: str
+    name: str
+    text: str
+    kernel_hash: str
+
+
+def render(kernel: Kernel, problem: Problem, config: Config) -> Source:
+    """The Source of ``config``. The same arguments give the same text, anywhere and at any time."""
+    variant = kernel.variant(problem, config)
+    slug = f"{kernel.name}_{variant.slug(problem)}"
+    context = {
+        "slug": slug,
+        "version": VERSION,
+        "template": kernel.template,
+        "constexprs": _literal(kernel.constexprs(problem, config)),
+        "options": _literal(kernel.options(config)),
+        "problem": _literal(kernel.example(problem).as_dict()),
+        "flops": kernel.example(problem).flops,
+        **variant.template_context(),
+    }
+    text = environment().get_template(kernel.template).render(context)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Source(
+        kernel=kernel.name,
+        name=f"{slug}_{digest[:8]}",
+        text=text,
+        kernel_hash=_kernel_hash(text),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel_hash(text: str) -> str:
+    """Hash of the device code: what stands between the header and the footer."""
+    body = text.split("\nCONSTEXPRS = ", 1)[0].split("\n", _HEADER_LINES)[-1]
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+
+_HEADER_LINES = 3
+
+
+def _literal(value: object) -> str:
+    return pprint.pformat(value, width=100, sort_dicts=False)

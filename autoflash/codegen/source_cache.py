@@ -1,0 +1,75 @@
+"""Emitted files: written atomically, checked against the rendered text, imported."""
+
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+
+from autoflash.codegen.render import Source
+from autoflash.settings import settings
+
+_lock = threading.Lock()
+
+
+def emit(source: Source) -> Path:
+    """Write ``source`` into the cache folder unless it stands there unchanged. Returns its path.
+
+    Falls back to a folder of this process when the cache folder can't be written.
+    """
+    try:
+        return _write(settings().cache_dir, source)
+    except OSError:
+        return _write(_private_dir(), source)
+
+
+def load(source: Source) -> ModuleType:
+    """Import the emitted file as a module (once per process)."""
+    # Triton's cache key holds the module's name: it must be the same in every process.
+    name = f"autoflash_generated.{source.name}"
+    with _lock:
+        module = sys.modules.get(name)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(name, emit(source))
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+    return module
+
+
+def _write(folder: Path, source: Source) -> Path:
+    path = folder / f"{source.name}.py"
+    # The file is compared, not trusted: whoever can write the folder could otherwise plant code
+    # under a name that we import.
+    try:
+        if path.read_text(encoding="utf-8") == source.text:
+            return path
+    except (FileNotFoundError, UnicodeDecodeError):
+        pass
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{source.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(source.text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+_private: list[Path] = []
+
+
+def _private_dir() -> Path:
+    if not _private:
+        _private.append(Path(tempfile.mkdtemp(prefix="autoflash-kernels-")))
+    return _private[0]

@@ -1,0 +1,97 @@
+"""What ``autoflash doctor`` looks at."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoflash.errors import AutoFlashError
+from autoflash.settings import settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line: ``state`` is ok, warning or error."""
+
+    state: str
+    subject: str
+    text: str
+
+
+def diagnose(db: Path | None = None) -> list[Finding]:
+    """GPU, driver, versions, compiler, store, kernel folder; raises nothing."""
+    return [*_versions(), *_gpu(), _compiler(), *_store(db), _kernels()]
+
+
+def _versions() -> list[Finding]:
+    from autoflash.tuning.versions import versions
+
+    found = versions()
+    text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    return [Finding(state="ok", subject="versions", text=text)]
+
+
+def _gpu() -> list[Finding]:
+    from autoflash.kernels import KERNELS
+    from autoflash.problem import Problem
+    from autoflash.target import current_target, gpu_is_present
+
+    if not gpu_is_present():
+        text = "none visible to torch: attention runs in torch, tune needs --target"
+        return [Finding(state="warning", subject="gpu", text=text)]
+    import torch
+
+    findings = []
+    probe = Problem(
+        batch=1, heads=1, kv_heads=1, seqlen_q=128, seqlen_k=128, head_dim=64, head_dim_v=64,
+        dtype="float16",
+    )  # fmt: skip
+    for index in range(torch.cuda.device_count()):
+        target = current_target(index)
+        served = [k.name for k in KERNELS.values() if k.serves(probe, target) is None]
+        text = (
+            f"{target.name}, {target.arch}, {target.sm_count} SMs, {target.memory_gib} GiB, "
+            f"{target.shared_memory // 1024} KiB shared memory"
+        )
+        state = "ok" if served else "error"
+        text += f"; kernels: {', '.join(served) or 'none'}"
+        findings.append(Finding(state=state, subject=f"gpu {index}", text=text))
+    return findings
+
+
+def _compiler() -> Finding:
+    # Triton builds its launcher with the host's C compiler.
+    found = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if found is None:
+        text = "no C compiler (cc, gcc, clang): Triton needs one to build its launcher"
+        return Finding(state="error", subject="compiler", text=text)
+    return Finding(state="ok", subject="compiler", text=str(shutil.which(found)))
+
+
+def _store(db: Path | None) -> list[Finding]:
+    from autoflash.store.shipped import all_shipped_records
+    from autoflash.store.store import Store
+
+    try:
+        shipped = len(all_shipped_records())
+        findings = [Finding(state="ok", subject="shipped", text=f"{shipped} records")]
+        path = db or settings().db_path
+        if not path.exists():
+            text = f"{path} is not there yet: the first tune makes it"
+            return [*findings, Finding(state="ok", subject="store", text=text)]
+        count = len(Store(path, read_only=True).records())
+    except AutoFlashError as error:
+        return [Finding(state="error", subject="store", text=str(error))]
+    return [*findings, Finding(state="ok", subject="store", text=f"{path}, {count} records")]
+
+
+def _kernels() -> Finding:
+    try:
+        folder = settings().cache_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".doctor"
+        probe.write_text("")
+        probe.unlink()
+    except (OSError, AutoFlashError) as error:
+        text = f"emitted kernels can't be kept: {error}; set AUTOFLASH_CACHE_DIR"
+        return Finding(state="warning", subject="kernel files", text=text)
+    return Finding(state="ok", subject="kernel files", text=str(folder))

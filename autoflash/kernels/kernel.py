@@ -1,0 +1,130 @@
+"""What every kernel module declares: the contract between templates, tuner and runtime."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from autoflash.problem import Problem
+from autoflash.space import Config, SearchSpace, Value
+from autoflash.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How the tensors of a call lie in memory: what a variant may assume about its loads.
+
+    ``aligned``: every base pointer and every stride that is used is a multiple of 16 bytes.
+    ``tma``: moreover the strides suit the tensor copy engine (none is zero, none too long).
+    """
+
+    aligned: bool
+    tma: bool
+
+
+ALIGNED = Access(aligned=True, tma=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One launch, but for the pointers: problem, scale, whether the LSE is wanted, strides.
+
+    ``strides`` maps 'q', 'k', 'v', 'out' to (batch, head, row) strides in elements; a dimension of
+    size one has stride 0, whatever the tensor says.
+    """
+
+    problem: Problem
+    scale: float
+    strides: Mapping[str, tuple[int, int, int]]
+    write_lse: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """An argument slot that takes the address of the named tensor."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """An argument slot that takes a host-made TMA descriptor of the named tensor, 4-D."""
+
+    tensor: str
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    block: tuple[int, int, int, int]
+
+
+Argument = Pointer | Descriptor | int | float
+
+
+class Variant(ABC):
+    """All Jinja decisions of a kernel."""
+
+    @abstractmethod
+    def template_context(self) -> dict[str, Any]:
+        """The names that the template sees."""
+
+    @abstractmethod
+    def slug(self, problem: Problem) -> str:
+        """A readable part of the file name."""
+
+
+class Kernel(ABC):
+    """One named device function, its template, its search space and how it is launched."""
+
+    name: ClassVar[str]
+    template: ClassVar[str]
+    op: ClassVar[str]
+    space: ClassVar[SearchSpace]
+
+    @abstractmethod
+    def serves(self, problem: Problem, target: Target) -> str | None:
+        """None, or why no config of this kernel can run ``problem`` on ``target``."""
+
+    @abstractmethod
+    def variant(self, problem: Problem, config: Config) -> Variant:
+        """The body of source that ``config`` asks for."""
+
+    @abstractmethod
+    def example(self, problem: Problem) -> Problem:
+        """The problem that the emitted file checks and times: ``problem``'s code, fixed sizes."""
+
+    @abstractmethod
+    def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:
+        """The constexpr arguments, in the kernel's order."""
+
+    @abstractmethod
+    def options(self, config: Config) -> dict[str, int]:
+        """Launch options of Triton: num_warps, num_stages, maxnreg."""
+
+    @abstractmethod
+    def signature(self, problem: Problem, config: Config) -> dict[str, str]:
+        """Name to Triton type of the arguments before the constexprs, in the kernel's order."""
+
+    @abstractmethod
+    def bind(self, call: Call, config: Config) -> list[Argument]:
+        """Values or slots for the arguments of ``signature``, in its order."""
+
+    @abstractmethod
+    def grid(self, problem: Problem, config: Config) -> int:
+        """Number of programs."""
+
+    @abstractmethod
+    def default(self, problem: Problem, target: Target) -> Config:
+        """A config that runs well enough when nothing is known."""
+
+    @abstractmethod
+    def adapt(self, config: Config, access: Access) -> Config:
+        """``config``, changed as little as it takes to run tensors that lie as ``access`` says."""
+
+    @abstractmethod
+    def estimate_ms(
+        self, problem: Problem, config: Config, target: Target, blocks_per_sm: int
+    ) -> float:
+        """The written model's time, for ranking candidates that haven't been timed."""
+
+    @abstractmethod
+    def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
+        """Resident programs per SM, guessed before compiling."""

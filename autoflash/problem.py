@@ -1,0 +1,221 @@
+"""What must be computed (Problem), and the rounded form under which a record is shared (Bucket)."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoflash.errors import InvalidInputError
+
+MAX_HEAD_DIM = 256
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_SUFFIXES = {"k": 1024, "m": 1024 * 1024}
+_OPS = ("fwd",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One attention call: softmax(scale * q kᵀ) v, by shape and type.
+
+    q is [batch, heads, seqlen_q, head_dim], k [batch, kv_heads, seqlen_k, head_dim] and
+    v [batch, kv_heads, seqlen_k, head_dim_v]. ``causal`` is aligned bottom-right: row i sees key j
+    when j <= i + seqlen_k - seqlen_q. Raises InvalidInputError for values that describe no call.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    causal: bool = False
+    op: str = "fwd"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seqlen_q", "seqlen_k"):
+            _check_int(name, getattr(self, name), 0)
+        for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
+            _check_int(name, getattr(self, name), 1)
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) > MAX_HEAD_DIM:
+                raise InvalidInputError(
+                    f"{name}={getattr(self, name)}: the largest that is served is {MAX_HEAD_DIM}"
+                )
+        if self.heads % self.kv_heads:
+            raise InvalidInputError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: "
+                "each key/value head must serve the same number of query heads"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidInputError(
+                f"dtype={self.dtype!r}: must be one of {', '.join(DTYPE_BYTES)}"
+            )
+        if not isinstance(self.causal, bool):
+            raise InvalidInputError(f"causal={self.causal!r}: must be true or false")
+        if self.op not in _OPS:
+            raise InvalidInputError(f"op={self.op!r}: must be one of {', '.join(_OPS)}")
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> "Problem":
+        """Build a Problem from text or a file's mapping: '4k' lengths, dtype aliases, defaults.
+
+        ``seqlen`` sets both lengths; kv_heads defaults to heads, head_dim_v to head_dim, dtype to
+        bfloat16. Raises InvalidInputError and names an unknown or missing field.
+        """
+        values = dict(fields)
+        if "seqlen" in values:
+            length = values.pop("seqlen")
+            values.setdefault("seqlen_q", length)
+            values.setdefault("seqlen_k", length)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InvalidInputError(
+                f"unknown problem field {unknown[0]!r}: "
+                f"known are {', '.join(sorted(known))} and seqlen"
+            )
+        values.setdefault("kv_heads", values.get("heads"))
+        values.setdefault("head_dim_v", values.get("head_dim"))
+        values.setdefault("dtype", "bfloat16")
+        values["dtype"] = canonical_dtype(values["dtype"])
+        for name in known - {"dtype", "causal", "op"}:
+            if values.get(name) is None:
+                raise InvalidInputError(f"problem field {name!r} is missing")
+            values[name] = parse_length(name, values[name])
+        return cls(**values)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through."""
+        if not self.causal:
+            return self.seqlen_q * self.seqlen_k
+        # Row i sees i + 1 + seqlen_k - seqlen_q keys, if that is positive.
+        rows = min(self.seqlen_q, self.seqlen_k)
+        return rows * self.seqlen_k - rows * (rows - 1) // 2
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both products over the visible pairs."""
+        dims = self.head_dim + self.head_dim_v
+        return 2 * self.batch * self.heads * self.visible_pairs * dims
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes that must move at least: q, k and v read once, out and LSE written once."""
+        size = DTYPE_BYTES[self.dtype]
+        dims = self.head_dim + self.head_dim_v
+        q_and_out = self.batch * self.heads * self.seqlen_q * (dims * size + 4)
+        return q_and_out + self.batch * self.kv_heads * self.seqlen_k * dims * size
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, in their order."""
+        return dataclasses.asdict(self)
+
+    def label(self) -> str:
+        """A short name for tables and logs."""
+        dims = f"d{self.head_dim}"
+        if self.head_dim_v != self.head_dim:
+            dims += f"v{self.head_dim_v}"
+        heads = str(self.heads) if self.group == 1 else f"{self.heads}/{self.kv_heads}"
+        lengths = f"s{self.seqlen_q}"
+        if self.seqlen_k != self.seqlen_q:
+            lengths += f"x{self.seqlen_k}"
+        mask = " causal" if self.causal else ""
+        return f"{self.op} {self.dtype} b{self.batch} h{heads} {lengths} {dims}{mask}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The rounded Problem under which a record is shared.
+
+    What changes the code is kept (dtype, head dims, causal, group); sizes are rounded up to a power
+    of two, since neighbours in size want the same tiles.
+    """
+
+    op: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    group: int
+    batch_heads: int
+    seqlen_q: int
+    seqlen_k: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Bucket":
+        """The bucket that ``problem`` falls into."""
+        return cls(
+            op=problem.op,
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            causal=problem.causal,
+            group=problem.group,
+            batch_heads=next_power_of_2(problem.batch * problem.heads),
+            seqlen_q=next_power_of_2(problem.seqlen_q),
+            seqlen_k=next_power_of_2(problem.seqlen_k),
+        )
+
+    def distance(self, other: "Bucket") -> float | None:
+        """How far ``other``'s best config is likely to be from ours, in octaves of size.
+
+        None when the code differs so that a config doesn't carry over.
+        """
+        for name in ("op", "dtype", "head_dim", "head_dim_v", "causal"):
+            if getattr(self, name) != getattr(other, name):
+                return None
+        octaves = abs(_log2(self.batch_heads) - _log2(other.batch_heads)) / 2
+        octaves += abs(_log2(self.seqlen_k) - _log2(other.seqlen_k))
+        octaves += abs(_log2(self.seqlen_q) - _log2(other.seqlen_q))
+        return octaves + (0.5 if self.group != other.group else 0.0)
+
+    def label(self) -> str:
+        """A short name for tables and logs."""
+        mask = " causal" if self.causal else ""
+        return (
+            f"{self.op} {self.dtype} bh{self.batch_heads} group{self.group} "
+            f"s{self.seqlen_q}x{self.seqlen_k} d{self.head_dim}v{self.head_dim_v}{mask}"
+        )
+
+
+def canonical_dtype(name: object) -> str:
+    """'bf16' or 'torch.bfloat16' to 'bfloat16'; InvalidInputError if it is no dtype of ours."""
+    text = str(name).removeprefix("torch.").lower()
+    text = _DTYPE_ALIASES.get(text, text)
+    if text not in DTYPE_BYTES:
+        raise InvalidInputError(f"dtype={name!r}: must be one of {', '.join(DTYPE_BYTES)}")
+    return text
+
+
+def parse_length(name: str, value: object) -> int:
+    """An int, or text such as '4096', '4k' or '1m' (powers of 1024)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    factor = _SUFFIXES.get(text[-1:], 1)
+    digits = text[:-1] if factor > 1 else text
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 12):
+        raise InvalidInputError(f"{name}={value!r}: must be a whole number such as 4096 or 4k")
+    return int(digits) * factor
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least ``value``; 1 for 0."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _check_int(name: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+        raise InvalidInputError(f"{name}={value!r}: must be a whole number from {low} to 2^31 - 1")

@@ -1,0 +1,132 @@
+"""What attention computes, written to be read: the oracle of every test and the CPU implementation.
+
+Shapes: q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], with H a multiple of Hk; LSE
+[B, H, Sq], natural logarithm. Causal is aligned bottom-right: row i sees key j when
+j <= i + Sk - Sq. A row that sees no key has out = 0, LSE = -inf and passes no gradient.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Scores that are held at once, in elements: bounds the memory to O(N).
+_CHUNK_ELEMENTS = 1 << 26
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out = softmax(scale * q kᵀ) v in q's dtype, and the LSE.
+
+    Computes and gives the LSE in fp32, or in fp64 for fp64 inputs.
+    """
+    dtype = _compute_dtype(q)
+    outs, lses = [], []
+    for start, stop in _row_chunks(q, k):
+        rows = q[:, :, start:stop].to(dtype)
+        scores = _scores(rows, k.to(dtype), scale, _hidden(q, k, start, stop) if causal else None)
+        lse = torch.logsumexp(scores, dim=-1)
+        p = torch.exp(scores - _finite(lse).unsqueeze(-1))
+        outs.append(_per_kv_head(p, v.to(dtype)).to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def attention_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the inputs' dtypes, recomputing P from the LSE (FlashAttention, algorithm 4).
+
+    dS = P * (dP - rowsum(dout * out) + dlse), with dP = dout vᵀ.
+    """
+    dtype = _compute_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    kf, vf = k.to(dtype), v.to(dtype)
+    dqs = []
+    dk, dv = torch.zeros_like(kf), torch.zeros_like(vf)
+    for start, stop in _row_chunks(q, k):
+        rows = q[:, :, start:stop].to(dtype)
+        do = dout[:, :, start:stop].to(dtype)
+        scores = _scores(rows, kf, scale, _hidden(q, k, start, stop) if causal else None)
+        p = torch.exp(scores - _finite(lse[:, :, start:stop].to(dtype)).unsqueeze(-1))
+        dp = _per_kv_head(do, vf.transpose(-1, -2))
+        delta = (do * out[:, :, start:stop].to(dtype)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse[:, :, start:stop].to(dtype)
+        ds = p * (dp - delta.unsqueeze(-1)) * scale
+        dqs.append(_per_kv_head(ds, kf).to(q.dtype))
+        dk = dk + _sum_over_group(ds, rows, group)
+        dv = dv + _sum_over_group(p, do, group)
+    return torch.cat(dqs, dim=2), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out and LSE in fp64, on the inputs as they are rounded."""
+    return attention_forward(q.double(), k.double(), v.double(), causal=causal, scale=scale)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """The same computation with every step rounded to q's dtype: the yardstick for errors."""
+    hidden = _hidden(q, k, 0, q.shape[2]) if causal else None
+    scores = _scores(q, k, scale, hidden)
+    # Rows that see nothing would be NaN.
+    return _per_kv_head(torch.softmax(scores, dim=-1).nan_to_num(0.0), v)
+
+
+def error_allowance(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> float:
+    """The accuracy rule: the largest error that is allowed against fp64 on the same inputs.
+
+    Twice the error of plain_attention in the same dtype, plus 1e-3 (1e-5 for fp32).
+    """
+    exact, _ = exact_attention(q, k, v, causal=causal, scale=scale)
+    plain = plain_attention(q, k, v, causal=causal, scale=scale)
+    error = (plain.double() - exact).abs().max().item() if plain.numel() else 0.0
+    return 2 * error + (1e-3 if q.dtype in (torch.float16, torch.bfloat16) else 1e-5)
+
+
+def _compute_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _row_chunks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+    """Ranges of query rows whose scores take at most _CHUNK_ELEMENTS; one empty range if Sq = 0."""
+    per_row = max(1, q.shape[0] * q.shape[1] * k.shape[2])
+    step = max(1, _CHUNK_ELEMENTS // per_row)
+    length = q.shape[2]
+    return [(s, min(s + step, length)) for s in range(0, length, step)] or [(0, 0)]
+
+
+def _hidden(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
+    """True where a row of start .. stop does not see a key: [rows, Sk]."""
+    rows = torch.arange(start, stop, device=q.device).unsqueeze(1)
+    keys = torch.arange(k.shape[2], device=q.device)
+    return keys > rows + (k.shape[2] - q.shape[2])
+
+
+def _scores(rows: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+    scores = _per_kv_head(rows, k.transpose(-1, -2)) * scale
+    return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
+
+
+def _per_kv_head(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, where each head of y [B, Hk, K, N] serves H / Hk heads of x [B, H, M, K]."""
+    batch, heads, rows, inner = x.shape
+    kv_heads = y.shape[1]
+    grouped = x.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    return (grouped @ y).reshape(batch, heads, rows, y.shape[-1])
+
+
+def _sum_over_group(x: Tensor, y: Tensor, group: int) -> Tensor:
+    """xᵀ @ y summed over the query heads of each key/value head: [B, Hk, keys, dim]."""
+    batch, heads, rows, keys = x.shape
+    shape = (batch, heads // group, group * rows)
+    return x.reshape(*shape, keys).transpose(-1, -2) @ y.reshape(*shape, y.shape[-1])
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """The LSE with 0 for rows that saw no key, whose scores are all -inf: exp gives 0 there."""
+    return torch.where(lse == -math.inf, 0.0, lse)

@@ -1,0 +1,216 @@
+"""Tables, progress and JSON of the command line."""
+
+import dataclasses
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from autoflash.problem import Problem
+from autoflash.store.record import Trial, TuningRecord
+from autoflash.target import Target
+from autoflash.tuning.tune import Listener, TuneResult
+
+if TYPE_CHECKING:
+    from autoflash.diagnosis import Finding
+
+_TOP_TRIALS = 8
+
+
+class ProgressListener(Listener):
+    """Shows trials, the best so far and the time left; keeps the results. A context manager."""
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        self.results: list[TuneResult] = []
+        self._live = None if quiet else Live(console=console, refresh_per_second=4, transient=True)
+        self._begin = time.monotonic()
+        self._counts: dict[str, int] = {}
+        self._title = ""
+        self._space = 0
+
+    def started(self, problem: Problem, target: Target, space: int, resumed: int) -> None:
+        self._title = f"{problem.label()} on {target.name}"
+        self._space = space
+        self._counts = {"resumed": resumed} if resumed else {}
+        self._begin = time.monotonic()
+        self._show(None)
+
+    def tried(self, trial: Trial, best_ms: float | None) -> None:
+        status = trial.status.value
+        self._counts[status] = self._counts.get(status, 0) + 1
+        self._show(best_ms)
+
+    def finished(self, result: TuneResult) -> None:
+        self.results.append(result)
+
+    def _show(self, best_ms: float | None) -> None:
+        if self._live is None:
+            return
+        tried = sum(self._counts.values())
+        counts = ", ".join(f"{count} {status}" for status, count in self._counts.items())
+        seconds = time.monotonic() - self._begin
+        best = f"best {best_ms:.4f} ms" if best_ms is not None else "no time yet"
+        rest = f"{seconds:.0f} s, {tried} of {self._space} configs ({counts or 'starting'})"
+        if tried:
+            left = seconds / tried * (self._space - tried)
+            rest += f", the whole space would take {left:.0f} s more"
+        self._live.update(Text(f"{self._title}\n  {best}; {rest}"))
+
+    def __enter__(self) -> "ProgressListener":
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, tb)
+
+
+def trials_table(result: TuneResult) -> Table:
+    """The best trials of a study, fastest first."""
+    title = f"{result.problem.label()} on {result.target.name}"
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("ms", "TFLOP/s", "smem", "regs", "how", "kernel", "config"):
+        table.add_column(name, justify="left" if name in ("how", "kernel", "config") else "right")
+    timed = sorted((t for t in result.trials if _ms(t) is not None), key=lambda t: _ms(t) or 0.0)
+    for trial in timed[:_TOP_TRIALS]:
+        ms = _ms(trial) or 0.0
+        table.add_row(
+            f"{ms:.4f}",
+            f"{result.problem.flops / ms * 1e-9:.0f}",
+            str(trial.shared_bytes or ""),
+            str(trial.registers or ""),
+            "predicted" if trial.measurement is None else "measured",
+            trial.kernel,
+            trial.config.label(),
+        )
+    return table
+
+
+def results_table(results: list[TuneResult]) -> Table:
+    """One row per study: the winner and what the search did."""
+    table = Table(show_edge=False)
+    for name in ("problem", "winner", "ms", "TFLOP/s", "trials", "resumed", "space", "s"):
+        table.add_column(name, justify="left" if name in ("problem", "winner") else "right")
+    for result in results:
+        record = result.record
+        ms = record.measurement.median_ms if record else None
+        table.add_row(
+            result.problem.label(),
+            f"{record.kernel} ({record.kind})" if record else "none survived",
+            f"{ms:.4f}" if ms else "",
+            f"{result.problem.flops / ms * 1e-9:.0f}" if ms else "",
+            str(len(result.trials)),
+            str(result.resumed),
+            str(result.space),
+            f"{result.seconds:.0f}",
+        )
+    paths = [f"emitted: {result.path}" for result in results if result.path]
+    table.caption = "\n".join(paths)
+    table.caption_justify = "left"
+    return table
+
+
+def records_table(records: list[TuningRecord]) -> Table:
+    """The records of a store, a line each."""
+    table = Table(show_edge=False)
+    for name in ("target", "problem", "kernel", "ms", "TFLOP/s", "kind", "date", "config"):
+        table.add_column(name, justify="right" if name in ("ms", "TFLOP/s") else "left")
+    for record in records:
+        ms = record.measurement.median_ms
+        table.add_row(
+            record.target.name,
+            record.problem.label(),
+            record.kernel,
+            f"{ms:.4f}",
+            f"{record.problem.flops / ms * 1e-9:.0f}",
+            record.kind + (" noisy" if record.measurement.noisy else ""),
+            record.provenance.created_at[:10],
+            record.config.label(),
+        )
+    if not records:
+        table.caption = "no records: `autoflash tune` makes some"
+    return table
+
+
+def record_panel(record: TuningRecord, path: Path | None) -> RenderableType:
+    """Everything a record holds."""
+    m, p = record.measurement, record.provenance
+    lines = [
+        f"target    {record.target.name} ({record.target.arch}, {record.target.sm_count} SMs)",
+        f"kernel    {record.kernel}",
+        f"config    {record.config.label()}",
+        f"time      {m.median_ms:.4f} ms (p20 {m.p20_ms:.4f}, p80 {m.p80_ms:.4f}), "
+        f"{m.repeats} repeats by {m.method}{', noisy: ' + m.throttle if m.noisy else ''}",
+        f"rate      {record.problem.flops / m.median_ms * 1e-9:.0f} TFLOP/s ({record.kind})",
+        f"versions  triton {p.triton}, torch {p.torch}, cuda {p.cuda}, driver {p.driver}",
+        f"source    {p.source_hash}, tuned {p.created_at} by autoflash {p.autoflash} on {p.origin}",
+        f"file      {path}",
+    ]
+    text = Text("\n".join(lines))
+    return Panel(Group(text), title=record.problem.label(), title_align="left")
+
+
+def bench_table(problem: Problem, result: dict[str, Any]) -> Table:
+    """Times of one problem by implementation."""
+    table = Table(title=f"{problem.label()} on {result['gpu']}", show_edge=False)
+    for name in ("implementation", "ms", "TFLOP/s"):
+        table.add_column(name, justify="left" if name == "implementation" else "right")
+    for name, ms in result["ms"].items():
+        table.add_row(name, f"{ms:.4f}", f"{problem.flops / ms * 1e-9:.0f}")
+    return table
+
+
+def doctor_table(findings: list["Finding"]) -> Table:
+    """What doctor found."""
+    table = Table(show_edge=False, show_header=False)
+    colour = {"ok": "green", "warning": "yellow", "error": "red"}
+    for finding in findings:
+        mark = Text(finding.state, style=colour[finding.state])
+        table.add_row(mark, finding.subject, Text(finding.text, overflow="fold"))
+    return table
+
+
+def result_as_dict(result: TuneResult) -> dict[str, Any]:
+    """A study's outcome for scripts."""
+    statuses = [trial.status.value for trial in result.trials]
+    return {
+        "problem": result.problem.as_dict(),
+        "target": result.target.name,
+        "record": result.record and record_as_dict(result.record),
+        "trials": {status: statuses.count(status) for status in sorted(set(statuses))},
+        "resumed": result.resumed,
+        "space": result.space,
+        "seconds": round(result.seconds, 2),
+        "path": str(result.path) if result.path else None,
+        "interrupted": result.interrupted,
+    }
+
+
+def record_as_dict(record: TuningRecord) -> dict[str, Any]:
+    """A record for scripts."""
+    return {
+        "problem": record.problem.as_dict(),
+        "target": record.target.name,
+        "kernel": record.kernel,
+        "config": dict(record.config),
+        "kind": record.kind,
+        "measurement": dataclasses.asdict(record.measurement),
+        "tflops": round(record.problem.flops / record.measurement.median_ms * 1e-9, 1),
+        "provenance": dataclasses.asdict(record.provenance),
+    }
+
+
+def _ms(trial: Trial) -> float | None:
+    return trial.measurement.median_ms if trial.measurement else trial.predicted_ms

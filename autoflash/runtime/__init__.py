@@ -1,0 +1,1 @@
+"""Compiling, launching and choosing kernels at run time."""

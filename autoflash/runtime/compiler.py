@@ -1,0 +1,83 @@
+"""Ahead-of-time compilation of a rendered kernel, for a GPU that may not be present.
+
+Serving, tuning and offline ranking all compile here, with the same signature and attributes, so
+that Triton's disk cache answers the second time.
+"""
+
+import subprocess
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.errors import TritonError
+
+from autoflash.codegen.render import Source, render
+from autoflash.codegen.source_cache import load
+from autoflash.errors import CompileError
+from autoflash.kernels.kernel import Access, Kernel
+from autoflash.problem import Problem
+from autoflash.space import Config
+from autoflash.target import Target
+
+# What an aligned call promises: pointers at multiples of 16 bytes, strides at multiples of 8
+# elements, which is 16 bytes for 16-bit types.
+_POINTER_DIVISIBILITY = 16
+_STRIDE_DIVISIBILITY = 8
+
+
+def gpu_target(target: Target) -> GPUTarget:
+    """Triton's name for ``target``."""
+    if target.vendor == "nvidia":
+        return GPUTarget("cuda", target.capability, target.warp_size)
+    return GPUTarget("hip", target.arch, target.warp_size)
+
+
+def compile_config(
+    kernel: Kernel, problem: Problem, config: Config, access: Access, target: Target
+) -> CompiledKernel:
+    """The binary of ``config``. Raises CompileError with Triton's reason."""
+    return compile_source(render(kernel, problem, config), kernel, problem, config, access, target)
+
+
+def compile_source(
+    source: Source,
+    kernel: Kernel,
+    problem: Problem,
+    config: Config,
+    access: Access,
+    target: Target,
+) -> CompiledKernel:
+    """The binary of a Source that is already rendered. Raises CompileError."""
+    function = getattr(load(source), kernel.name)
+    signature = kernel.signature(problem, config)
+    constexprs = kernel.constexprs(problem, config)
+    names = list(function.arg_names)
+    ast_source = ASTSource(
+        function,
+        signature | dict.fromkeys(constexprs, "constexpr"),
+        {(names.index(name),): value for name, value in constexprs.items()},
+        _attributes(signature, names) if access.aligned else {},
+    )
+    try:
+        return triton.compile(ast_source, target=gpu_target(target), options=kernel.options(config))
+    # ptxas's crashes and MLIR pass failures arrive as bare RuntimeErrors and process errors.
+    except (
+        TritonError, RuntimeError, subprocess.SubprocessError, ValueError, IndexError, OSError,
+    ) as error:  # fmt: skip
+        raise CompileError(f"{source.name} for {target.arch}: {_first_lines(error)}") from error
+
+
+def _attributes(signature: dict[str, str], names: list[str]) -> dict[tuple[int], Any]:
+    divisibility = {"*": _POINTER_DIVISIBILITY, "i64": _STRIDE_DIVISIBILITY}
+    attributes = {}
+    for name, kind in signature.items():
+        factor = divisibility.get("*" if kind.startswith("*") else kind)
+        if factor:
+            attributes[(names.index(name),)] = [["tt.divisibility", factor]]
+    return attributes
+
+
+def _first_lines(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return " ".join(text.split())[:400]

@@ -1,0 +1,182 @@
+"""From tensors to a launch. The hot path is one dictionary look-up and one C call; everything else
+happens once per key, in ``_plan``.
+
+The key holds all that a kernel may assume: device, dtypes, shapes, strides, 16-byte alignment,
+scale and flags. A variant chosen for aligned rows is never reused for a view.
+"""
+
+import logging
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoflash.errors import AutoFlashError, CompileError
+from autoflash.kernels.kernel import Access, Call
+from autoflash.problem import Problem
+from autoflash.runtime.choose import Choice, choose, default_choice, tune_command
+from autoflash.runtime.inputs import (
+    access_of,
+    check_tensors,
+    output_strides,
+    problem_of,
+    strides_of,
+)
+from autoflash.target import Target, current_target
+
+logger = logging.getLogger(__name__)
+
+# Plans are small, but a server with free-form lengths would make them without end.
+_MAX_PLANS = 16384
+
+_plans: dict[tuple[Any, ...], "Plan"] = {}
+_launchers: dict[tuple[Any, ...], Any] = {}
+_logged: set[tuple[Any, ...]] = set()
+_lock = threading.RLock()
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a call with a known key needs: where to allocate and what to launch.
+
+    ``run`` is a BoundLauncher, or None when there is nothing to compute (out = 0, LSE = -inf).
+    """
+
+    run: Any
+    device: int
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    like_q: bool
+    lse_shape: tuple[int, ...]
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """out, and the LSE if it is wanted, on the tensors' GPU and its current stream."""
+    qp, kp, vp = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), (qp | kp | vp) & 15,
+        scale, causal, bshd, return_lse,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        check_tensors(q, k, v, bshd)
+        if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+            # Rows must be contiguous; the last dimension's stride is in the key.
+            q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+            return attention_fwd(q, k, v, scale, causal, bshd, return_lse)
+        plan = _plan(key, q, k, v, scale, causal, bshd, return_lse)
+    if plan.like_q:
+        out = torch.empty_like(q)
+    else:
+        out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=q.dtype, device=q.device)
+    lse = q.new_empty(plan.lse_shape, dtype=torch.float32) if return_lse else None
+    if plan.run is None:
+        return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
+    addresses = (qp, kp, vp, out.data_ptr(), 0 if lse is None else lse.data_ptr())
+    device = plan.device
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if torch._C._cuda_getDevice() == device:
+        plan.run(stream, addresses)
+    else:
+        with torch.cuda.device(device):
+            plan.run(stream, addresses)
+    return out, lse
+
+
+def forget() -> None:
+    """Drop every plan, so that the next call looks the records up again (after a tune)."""
+    with _lock:
+        _plans.clear()
+        _logged.clear()
+
+
+def output_like(q: Tensor, v: Tensor, bshd: bool) -> Tensor:
+    """An uninitialised out for q and v: the real and the fake kernel allocate alike."""
+    shape, strides = output_strides(q, v.shape[3], bshd)
+    return torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+
+
+def lse_shape(q: Tensor, bshd: bool) -> tuple[int, ...]:
+    """[batch, heads, seqlen_q]."""
+    return (q.shape[0], q.shape[2], q.shape[1]) if bshd else (q.shape[0], q.shape[1], q.shape[2])
+
+
+def _plan(
+    key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool,
+    return_lse: bool,
+) -> Plan:  # fmt: skip
+    problem = problem_of(q, k, v, causal=causal, bshd=bshd)
+    out = output_like(q, v, bshd)
+    run = None
+    with torch.cuda.device(q.device):
+        if problem.batch and problem.seqlen_q and problem.seqlen_k:
+            target = current_target(q.device)
+            launcher = _launcher_for(problem, target, access_of(q, k, v, out, bshd), q.device.index)
+            tensors = {"q": q, "k": k, "v": v, "out": out}
+            strides = {name: strides_of(x, bshd) for name, x in tensors.items()}
+            call = Call(problem=problem, scale=scale, strides=strides, write_lse=return_lse)
+            run = launcher.bind(call)
+    plan = Plan(
+        run=run,
+        device=q.device.index,
+        out_shape=tuple(out.shape),
+        out_strides=tuple(out.stride()),
+        like_q=torch.empty_like(q).stride() == out.stride() and out.shape == q.shape,
+        lse_shape=lse_shape(q, bshd),
+    )
+    with _lock:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _launcher_for(problem: Problem, target: Target, access: Access, device: int) -> Any:
+    choice = choose(problem, target, access)
+    _log_once(choice, problem, target)
+    try:
+        return _launcher(choice, problem, target, access, device)
+    except CompileError as error:
+        if choice.how == "default":
+            raise
+        # A stored config that no longer builds (another Triton, say) must not stop a model.
+        logger.warning("%s does not build, using the default: %s", choice.config, error)
+        why = f"the stored config does not build: {error}"
+        choice = default_choice(choice.kernel, problem, target, access, why)
+        return _launcher(choice, problem, target, access, device)
+
+
+def _launcher(choice: Choice, problem: Problem, target: Target, access: Access, device: int) -> Any:
+    from autoflash.runtime.launcher import Launcher
+
+    static = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
+    key = (choice.kernel.name, choice.config, static, access.aligned, device)
+    with _lock:
+        launcher = _launchers.get(key)
+        if launcher is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise AutoFlashError(
+                    f"{problem.label()} was never run before this CUDA graph capture, and its "
+                    "kernel can't be loaded while capturing: call it once before the capture"
+                )
+            launcher = Launcher(choice.kernel, problem, choice.config, access, target)
+            _launchers[key] = launcher
+    return launcher
+
+
+def _log_once(choice: Choice, problem: Problem, target: Target) -> None:
+    key = (choice.kernel.name, choice.config, choice.how, problem.dtype, problem.head_dim)
+    if key in _logged:
+        return
+    _logged.add(key)
+    hint = "" if choice.how == "tuned" else f"; to tune it: {tune_command(problem)}"
+    logger.info(
+        "%s on %s: %s, %s (%s)%s",
+        problem.label(), target.name, choice.kernel.name, choice.how, choice.why, hint,
+    )  # fmt: skip

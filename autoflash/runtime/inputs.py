@@ -1,0 +1,107 @@
+"""From tensors to a Problem: what is refused, with the reason, before anything is launched."""
+
+import torch
+from torch import Tensor
+
+from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.kernels.kernel import Access
+from autoflash.problem import DTYPE_BYTES, MAX_HEAD_DIM, Problem
+
+_GPU_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:  # noqa: PLR0912
+    """Raise InvalidInputError or UnsupportedError unless q, k and v make an attention call.
+
+    Works on real and on symbolic (fake) tensors.
+    """
+    layout = "[batch, seqlen, heads, head_dim]" if bshd else "[batch, heads, seqlen, head_dim]"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise InvalidInputError(
+                f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}: expected 4, {layout}"
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise InvalidInputError(f"{name} is {x.dtype}, q is {q.dtype}: they must be the same")
+        if x.device != q.device:
+            raise InvalidInputError(
+                f"{name} is on {x.device}, q on {q.device}: move them to one device"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise InvalidInputError(f"batch of {name} is {x.shape[0]}, of q {q.shape[0]}")
+    heads, rows = (2, 1) if bshd else (1, 2)
+    if k.shape[rows] != v.shape[rows] or k.shape[heads] != v.shape[heads]:
+        raise InvalidInputError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in heads and seqlen"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise InvalidInputError(f"head_dim of k is {k.shape[3]}, of q {q.shape[3]}")
+    for name, dim in (("head_dim", q.shape[3]), ("head_dim of v", v.shape[3])):
+        if dim < 1 or dim > MAX_HEAD_DIM:
+            raise InvalidInputError(f"{name} is {dim}: must be from 1 to {MAX_HEAD_DIM}")
+    if k.shape[heads] < 1 or q.shape[heads] < 1 or q.shape[heads] % k.shape[heads] != 0:
+        raise InvalidInputError(
+            f"{q.shape[heads]} query heads are not a multiple of {k.shape[heads]} key/value heads"
+        )
+    if q.device.type == "cuda" and q.dtype not in _GPU_DTYPES:
+        raise UnsupportedError(
+            f"{q.dtype} is not served on a GPU: convert to torch.float16 or torch.bfloat16"
+        )
+    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
+        raise UnsupportedError(f"{q.dtype} is not served: use float16, bfloat16 or float32")
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bshd: bool) -> Problem:
+    """The Problem of a checked call."""
+    heads, rows = (2, 1) if bshd else (1, 2)
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Problem(
+        batch=q.shape[0],
+        heads=q.shape[heads],
+        kv_heads=k.shape[heads],
+        seqlen_q=q.shape[rows],
+        seqlen_k=k.shape[rows],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=dtype if dtype in DTYPE_BYTES else "float32",
+        causal=causal,
+    )
+
+
+def strides_of(x: Tensor, bshd: bool) -> tuple[int, int, int]:
+    """(batch, head, row) strides in elements; 0 for a dimension of size one, never stepped."""
+    batch, heads, rows = (0, 2, 1) if bshd else (0, 1, 2)
+    return (
+        x.stride(batch) if x.shape[batch] > 1 else 0,
+        x.stride(heads) if x.shape[heads] > 1 else 0,
+        x.stride(rows) if x.shape[rows] > 1 else 0,
+    )
+
+
+def access_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, bshd: bool) -> Access:
+    """What a variant may assume about where these tensors lie."""
+    aligned = True
+    tma = True
+    for x in (q, k, v, out):
+        size = x.element_size()
+        used = [s for s in strides_of(x, bshd) if s]
+        aligned &= x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in used)
+        stepped = [x.stride(i) for i in range(3) if x.shape[i] > 1]
+        # The copy engine takes strides below 2^40 bytes; an expanded dimension has stride 0.
+        tma &= all(0 < s * size < 2**40 for s in stepped)
+    return Access(aligned=aligned, tma=aligned and tma)
+
+
+def output_strides(
+    q: Tensor, head_dim_v: int, bshd: bool
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Shape and strides of out: dense, with heads and rows in memory in the order they have in q.
+
+    So q = x.view(B, S, H, D).transpose(1, 2) gives an out that transposes back without a copy.
+    """
+    batch, one, two = q.shape[0], q.shape[1], q.shape[2]
+    shape = (batch, one, two, head_dim_v)
+    if q.stride(1) < q.stride(2):
+        return shape, (one * two * head_dim_v, head_dim_v, one * head_dim_v, 1)
+    return shape, (one * two * head_dim_v, two * head_dim_v, head_dim_v, 1)

@@ -1,0 +1,121 @@
+"""Tunable parameters, what they may be, and which combinations make sense."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoflash.errors import ConfigError
+from autoflash.problem import Problem
+from autoflash.target import Target
+
+Value = bool | int | str
+
+
+class Config(Mapping[str, Value]):
+    """One value per Param; immutable and hashable. Build it with keywords: Config(BLOCK_M=128)."""
+
+    __slots__ = ("_hash", "_values")
+
+    def __init__(self, **values: Value) -> None:
+        self._values = dict(sorted(values.items()))
+        # 1 == True in Python: the type is part of what a config says.
+        self._hash = hash(tuple((k, type(v), v) for k, v in self._values.items()))
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.to_json() == other.to_json()
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{k}={v!r}' for k, v in self._values.items())})"
+
+    def integer(self, name: str) -> int:
+        """The value of an integer Param."""
+        value = self._values[name]
+        assert isinstance(value, int), name
+        return value
+
+    def to_json(self) -> str:
+        """Canonical text: sorted keys, no spaces."""
+        return json.dumps(self._values, separators=(",", ":"))
+
+    def label(self) -> str:
+        """A short name for tables."""
+        return " ".join(f"{k}={v}" for k, v in self._values.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """A tunable name and its choices. ``doc`` says what it does to the kernel."""
+
+    name: str
+    choices: tuple[Value, ...]
+    doc: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A predicate that returns why a config can't or shouldn't run, or None if it may."""
+
+    name: str
+    why_not: Callable[[Config, Problem, Target], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Params and the constraints between them."""
+
+    params: tuple[Param, ...]
+    constraints: tuple[Constraint, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of combinations before constraints."""
+        count = 1
+        for param in self.params:
+            count *= len(param.choices)
+        return count
+
+    def parse(self, values: Mapping[str, Any]) -> Config:
+        """A Config from a stranger's mapping; ConfigError unless it is exactly of this space."""
+        names = {param.name for param in self.params}
+        if set(values) != names:
+            odd = sorted(set(values) ^ names, key=str)
+            raise ConfigError(f"config must name exactly {sorted(names)}; off: {str(odd)[:200]}")
+        for param in self.params:
+            value = values[param.name]
+            if not any(type(value) is type(c) and value == c for c in param.choices):
+                raise ConfigError(
+                    f"{param.name}={str(value)[:80]!r}: must be one of {list(param.choices)}"
+                )
+        return Config(**values)
+
+    def why_not(self, config: Config, problem: Problem, target: Target) -> str | None:
+        """The first constraint's reason against ``config``, or None."""
+        for constraint in self.constraints:
+            reason = constraint.why_not(config, problem, target)
+            if reason is not None:
+                return f"{constraint.name}: {reason}"
+        return None
+
+    def all_configs(self) -> Iterator[Config]:
+        """Every combination, in declaration order, without regard to constraints."""
+        names = [param.name for param in self.params]
+        for values in itertools.product(*(param.choices for param in self.params)):
+            yield Config(**dict(zip(names, values, strict=True)))
+
+    def configs(self, problem: Problem, target: Target) -> list[Config]:
+        """Every combination that all constraints let through."""
+        return [c for c in self.all_configs() if self.why_not(c, problem, target) is None]

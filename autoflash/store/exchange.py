@@ -1,0 +1,77 @@
+"""Records as JSON text: sorted, a line per part, so that a review sees what a tune changed."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from autoflash.errors import AutoFlashError, StoreError
+from autoflash.store.plain import record_from_plain, record_to_plain
+from autoflash.store.record import TuningRecord
+
+FORMAT = "autoflash-records"
+VERSION = 1
+
+
+def dump_records(records: Iterable[TuningRecord]) -> str:
+    """The document of ``records``; the same text whatever their order."""
+    ordered = sorted((record_to_plain(record) for record in records), key=_sort_key)
+    blocks = ",\n".join(_block(plain) for plain in ordered)
+    body = f"[\n{blocks}\n ]" if blocks else "[]"
+    return f'{{\n "format": "{FORMAT}",\n "records": {body},\n "version": {VERSION}\n}}\n'
+
+
+def load_records(text: str) -> tuple[list[TuningRecord], list[str]]:
+    """The records of a document from a stranger, and why each of the others was refused.
+
+    Raises StoreError if ``text`` isn't such a document at all.
+    """
+    records = []
+    refusals = []
+    for index, plain in enumerate(_parse(text)):
+        try:
+            records.append(record_from_plain(plain))
+        except AutoFlashError as error:
+            refusals.append(f"record {index}: {str(error)[:300]}")
+    return records, refusals
+
+
+def _parse(text: str) -> list[Any]:
+    try:
+        document = json.loads(text)
+    # Too deep, or a number of more digits than Python converts.
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"not an {FORMAT} document: not JSON: {str(error)[:200]}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StoreError(f'not an {FORMAT} document: it has no "format": "{FORMAT}"')
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise StoreError(
+            f"{FORMAT} version {str(version)[:80]}: this autoflash reads version {VERSION}; "
+            "upgrade autoflash, or export the records again"
+        )
+    records = document.get("records")
+    if not isinstance(records, list) or set(document) != {"format", "version", "records"}:
+        raise StoreError(f'not an {FORMAT} document: it needs "records", a list, and no other key')
+    return records
+
+
+def _sort_key(plain: dict[str, Any]) -> tuple[Any, ...]:
+    problem, target = plain["problem"], plain["target"]
+    names = ("op", "dtype", "head_dim", "head_dim_v", "causal", "seqlen_q", "seqlen_k", "batch")
+    return (
+        tuple(target.values()),
+        tuple(problem[name] for name in (*names, "heads", "kv_heads")),
+        plain["kernel"],
+        # The time comes before the rest, so that a re-tune adds below what it replaces.
+        plain["provenance"]["created_at"],
+        _line(plain),
+    )
+
+
+def _block(plain: dict[str, Any]) -> str:
+    lines = ",\n".join(f'   "{name}": {_line(plain[name])}' for name in sorted(plain))
+    return f"  {{\n{lines}\n  }}"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)

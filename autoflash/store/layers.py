@@ -1,0 +1,152 @@
+"""What serving looks records up in: the user's store, then the records that ship."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from autoflash.errors import StoreError
+from autoflash.problem import Bucket
+from autoflash.settings import Settings, settings
+from autoflash.store.evidence import evidence_order
+from autoflash.store.record import TuningRecord
+from autoflash.store.shipped import ShippedRecords, shipped_folder
+from autoflash.target import Target
+
+logger = logging.getLogger(__name__)
+
+# Six octaves: beyond that a config says less than the kernel's default for the shape.
+MAX_DISTANCE = 6.0
+_ORDER = ("user", "shipped")
+
+
+class Source(Protocol):
+    """What a layer must answer; see Store. May raise StoreError."""
+
+    def best(self, bucket: Bucket, target: Target) -> TuningRecord | None:
+        """The best record of exactly this bucket and target."""
+
+    def neighbours(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+        """Measured records of other buckets, nearest first."""
+
+    def siblings(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+        """Measured records of other targets of the arch, nearest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A record, and how it was found.
+
+    ``layer`` is 'user' or 'shipped'. ``how`` is 'exact'; 'neighbour' (of another bucket, or of this
+    bucket on another target of the arch: compare ``record.target``); or 'predicted'. ``distance``
+    is ``Bucket.distance``, in octaves of size.
+    """
+
+    record: TuningRecord
+    layer: str
+    how: str
+    distance: float
+
+
+class Layers:
+    """Looks a bucket up in every layer; never raises, never writes, never loads Alembic.
+
+    Owns no connection, may be shared by threads. A layer that can't be read is skipped, with one
+    warning. The user's file may appear while the process runs.
+    """
+
+    def __init__(self, snapshot: Settings | None = None, *, shipped: Path | None = None) -> None:
+        """``snapshot`` and ``shipped`` (a folder) are for tests; InvalidInputError is settings'."""
+        snapshot = snapshot or settings()
+        self._db_path = snapshot.db_path
+        self._user: Source | None = None
+        self._shipped: Source | None = None
+        if snapshot.use_shipped_records:
+            self._shipped = ShippedRecords(shipped or shipped_folder())
+        self._warned: set[str] = set()
+
+    @classmethod
+    def current(cls) -> "Layers":
+        """The Layers of the settings as they are now: one per process, so files are read once."""
+        return _layers_of(settings())
+
+    def lookup(self, bucket: Bucket, target: Target) -> Found | None:
+        """The best known record for ``bucket`` on ``target``, or None.
+
+        An exact measured one, else the nearest measured one of the target, else a measured one of
+        this bucket on another target of the arch, else an exact predicted one. A clean record goes
+        before a noisy one, then the user's before a shipped one, then the newest.
+        """
+        exact = self._ask(lambda source: [source.best(bucket, target)], bucket, "exact")
+        measured = [found for found in exact if found.record.kind == "measured"]
+        return (
+            _first(measured)
+            or _first(self._ask(lambda s: s.neighbours(bucket, target), bucket, "neighbour"))
+            or _first(
+                found
+                for found in self._ask(lambda s: s.siblings(bucket, target), bucket, "neighbour")
+                if found.distance == 0
+            )
+            or _first(exact)
+        )
+
+    def _ask(
+        self,
+        question: Callable[[Source], Iterable[TuningRecord | None]],
+        bucket: Bucket,
+        how: str,
+    ) -> list[Found]:
+        found = []
+        for layer in _ORDER:
+            try:
+                source = self._open_user() if layer == "user" else self._shipped
+                records = [] if source is None else list(question(source))
+            except StoreError as error:
+                self._warn(layer, error)
+                continue
+            for record in filter(None, records):
+                distance = bucket.distance(record.bucket)
+                if distance is not None and distance <= MAX_DISTANCE:
+                    predicted = record.kind == "predicted"
+                    found.append(
+                        Found(
+                            record=record,
+                            layer=layer,
+                            how="predicted" if predicted else how,
+                            distance=distance,
+                        )
+                    )
+        return found
+
+    def _open_user(self) -> Source | None:
+        if self._user is None:
+            # A file that isn't there is no reason to load SQLAlchemy.
+            try:
+                present = self._db_path.exists()
+            except OSError as error:
+                raise StoreError(f"{self._db_path}: can't be looked at: {error}") from error
+            if present:
+                from autoflash.store.store import Store
+
+                self._user = Store(self._db_path, read_only=True)
+        return self._user
+
+    def _warn(self, layer: str, error: StoreError) -> None:
+        if layer not in self._warned:
+            self._warned.add(layer)
+            logger.warning("going on without the %s records: %s", layer, error)
+
+
+@functools.lru_cache(maxsize=8)
+def _layers_of(snapshot: Settings) -> Layers:
+    return Layers(snapshot)
+
+
+def _first(found: Iterable[Found]) -> Found | None:
+    def rank(one: Found) -> tuple[object, ...]:
+        predicted, noisy, age = evidence_order(one.record)
+        return (one.distance, predicted, noisy, _ORDER.index(one.layer), age)
+
+    return min(found, key=rank, default=None)

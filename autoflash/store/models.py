@@ -1,0 +1,107 @@
+"""The two tables: a real column for every field, so that anyone with ``sqlite3`` can query them.
+
+A change here needs a revision in ``migrations/versions`` and its name in
+``schema.SCHEMA_VERSIONS``; a test holds the two schemas together.
+"""
+
+from typing import Any, ClassVar
+
+from sqlalchemy import BigInteger, Double, Index
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+# What must be equal for a config to carry over, the target, then the sizes: one index serves the
+# exact lookup (all of it) and those of neighbours and of siblings (parts from the left).
+KEY_COLUMNS = (
+    *("op", "dtype", "head_dim", "head_dim_v", "causal"),
+    *("target_arch", "target_vendor", "target_name", "target_sm_count", "target_memory_gib"),
+    *("group_size", "batch_heads", "bucket_seqlen_q", "bucket_seqlen_k"),
+)
+
+
+class Base(DeclarativeBase):
+    """The declarative base; its metadata is the schema."""
+
+    # Said here, since SQLAlchemy 2.0 and 2.1 differ: a time must come back to the last bit.
+    type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double()}
+
+
+class KeyColumns:
+    """Which problem, bucket and target, and what ran. ``config`` is canonical JSON."""
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+    op: Mapped[str]
+    dtype: Mapped[str]
+    head_dim: Mapped[int]
+    head_dim_v: Mapped[int]
+    causal: Mapped[bool]
+
+    batch: Mapped[int]
+    heads: Mapped[int]
+    kv_heads: Mapped[int]
+    seqlen_q: Mapped[int]
+    seqlen_k: Mapped[int]
+
+    # Powers of two: the next one above an int of 32 bits needs more.
+    group_size: Mapped[int]
+    batch_heads: Mapped[int] = mapped_column(BigInteger)
+    bucket_seqlen_q: Mapped[int] = mapped_column(BigInteger)
+    bucket_seqlen_k: Mapped[int] = mapped_column(BigInteger)
+
+    target_vendor: Mapped[str]
+    target_name: Mapped[str]
+    target_arch: Mapped[str]
+    target_sm_count: Mapped[int]
+    target_memory_gib: Mapped[int]
+
+    kernel: Mapped[str]
+    config: Mapped[str]
+
+
+class MeasurementColumns:
+    """A Measurement. Null only in a trial that wasn't timed; a record without is refused."""
+
+    median_ms: Mapped[float | None]
+    p20_ms: Mapped[float | None]
+    p80_ms: Mapped[float | None]
+    repeats: Mapped[int | None]
+    method: Mapped[str | None]
+    noisy: Mapped[bool | None]
+    sm_clock_mhz: Mapped[int | None]
+    throttle: Mapped[str | None]
+
+
+class ProvenanceColumns:
+    """A Provenance: the versions, the rendered kernel's hash, when and where."""
+
+    autoflash: Mapped[str]
+    triton: Mapped[str]
+    torch: Mapped[str]
+    cuda: Mapped[str]
+    driver: Mapped[str]
+    source_hash: Mapped[str]
+    created_at: Mapped[str]
+    origin: Mapped[str]
+
+
+class RecordRow(KeyColumns, MeasurementColumns, ProvenanceColumns, Base):
+    """A TuningRecord."""
+
+    __tablename__ = "records"
+    __table_args__ = (Index("ix_records_key", *KEY_COLUMNS),)
+
+    kind: Mapped[str]
+
+
+class TrialRow(KeyColumns, MeasurementColumns, ProvenanceColumns, Base):
+    """A Trial."""
+
+    __tablename__ = "trials"
+    __table_args__ = (Index("ix_trials_key", *KEY_COLUMNS),)
+
+    status: Mapped[str]
+    reason: Mapped[str]
+    predicted_ms: Mapped[float | None]
+    shared_bytes: Mapped[int | None]
+    registers: Mapped[int | None]
+    spills: Mapped[int | None]

@@ -1,0 +1,96 @@
+"""The records that ship with the package: one reviewed file per GPU in ``tuning_db/``."""
+
+import importlib.resources
+import logging
+from pathlib import Path
+
+from autoflash.errors import StoreError
+from autoflash.problem import Bucket
+from autoflash.store.evidence import evidence_order, nearest
+from autoflash.store.exchange import load_records
+from autoflash.store.record import TuningRecord
+from autoflash.target import Target
+
+logger = logging.getLogger(__name__)
+
+SHIPPED_PACKAGE = "autoflash_tuning_db"
+
+
+def shipped_folder() -> Path:
+    """Where the files lie."""
+    return Path(str(importlib.resources.files(SHIPPED_PACKAGE)))
+
+
+class ShippedRecords:
+    """Answers as a Store does, from ``<slug>.json`` files, each read once and when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, list[TuningRecord]] = {}
+
+    def best(self, bucket: Bucket, target: Target) -> TuningRecord | None:
+        """As ``Store.best``. Raises StoreError if the file isn't what it should be."""
+        records = [r for r in self._of(target) if r.bucket == bucket]
+        return min(records, key=evidence_order, default=None)
+
+    def neighbours(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+        """As ``Store.neighbours``. Raises StoreError if the file isn't what it should be."""
+        records = (r for r in self._of(target) if r.kind == "measured" and r.bucket != bucket)
+        return nearest(records, bucket)
+
+    def siblings(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+        """As ``Store.siblings``; a broken file of another GPU costs a warning, not the others."""
+
+        def is_sibling(record: TuningRecord) -> bool:
+            return (
+                record.kind == "measured"
+                and record.target.arch == target.arch
+                and record.target.identity != target.identity
+            )
+
+        return nearest(filter(is_sibling, self._of_all()), bucket)
+
+    def _of(self, target: Target) -> list[TuningRecord]:
+        # The name of the file is a hint; whose record it is stands in the record.
+        records = self._read(self._folder / f"{target.slug}.json")
+        return [record for record in records if record.target.identity == target.identity]
+
+    def _of_all(self) -> list[TuningRecord]:
+        records = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                records += self._read(path)
+            except StoreError as error:
+                logger.warning("skipped shipped records: %s", error)
+        return records
+
+    def _read(self, path: Path) -> list[TuningRecord]:
+        if path not in self._files:
+            try:
+                self._files[path] = _load(path)
+            except StoreError:
+                # Told of once, and not read again for every bucket.
+                self._files[path] = []
+                raise
+        return self._files[path]
+
+
+def _load(path: Path) -> list[TuningRecord]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path}: can't be read: {error}") from error
+    try:
+        records, refusals = load_records(text)
+    except StoreError as error:
+        raise StoreError(f"{path}: {error}") from error
+    if refusals:
+        logger.warning("%s: refused %d records, such as %s", path, len(refusals), refusals[0])
+    return records
+
+
+def all_shipped_records() -> list[TuningRecord]:
+    """Every record that ships, in the files' order. Raises StoreError for a broken file."""
+    return [record for path in sorted(shipped_folder().glob("*.json")) for record in _load(path)]

@@ -1,0 +1,140 @@
+"""Making a file ready to be written: creating it, or bringing it to the newest schema."""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from autoflash.errors import StoreError
+from autoflash.store import schema
+
+logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 30
+_MIGRATIONS = Path(__file__).parent / "migrations"
+# Alembic's context is a global of the process.
+_migrating = threading.Lock()
+
+
+def prepare_for_writing(path: Path) -> None:
+    """Make ``path`` a store of the newest schema. Raises StoreError.
+
+    Alembic and the lock are only needed when there is something to do.
+    """
+    if schema.exists(path) and _writable_version(path) == schema.SCHEMA_VERSIONS[-1]:
+        return
+    with _locked(path):
+        if not schema.exists(path):
+            _create(path)
+            return
+        # Another process may have done it while we waited.
+        version = _writable_version(path)
+        if version != schema.SCHEMA_VERSIONS[-1]:
+            _upgrade(path, version)
+
+
+def _writable_version(path: Path) -> str | None:
+    try:
+        version = schema.read_version(path, "mode=ro", schema.WRITE_TIMEOUT_S)
+    except schema.DATABASE_ERRORS as error:
+        raise schema.unreadable(path, error) from error
+    if version is not None and version not in schema.SCHEMA_VERSIONS:
+        raise StoreError(
+            f"{path}: has schema {version}, newer than our {schema.SCHEMA_VERSIONS[-1]}: "
+            "upgrade autoflash, or open it with read_only=True"
+        )
+    if not os.access(path, os.W_OK):
+        raise StoreError(f"{path}: may not be written; open it with read_only=True")
+    return version
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    import filelock
+
+    lock = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _migrating, filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
+            yield
+    except filelock.Timeout as error:
+        raise StoreError(
+            f"{path}: another process held {lock.name} for {LOCK_TIMEOUT_S} s; try again"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path}: can't be created or upgraded: {error}") from error
+
+
+def _create(path: Path) -> None:
+    """Under the lock: build the database beside its place, so that no one sees half of it."""
+    draft = path.with_name(path.name + ".new")
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        path.with_name(draft.name + suffix).unlink(missing_ok=True)
+    _migrate(draft)
+    try:
+        with contextlib.closing(sqlite3.connect(draft)) as connection:
+            # Lasting, so that no two processes have to race for the switch later.
+            connection.execute("PRAGMA journal_mode=WAL")
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: can't be created: {error}; {schema.next_step(error)}") from error
+    # What belonged to a deleted store would be replayed into the new one.
+    for suffix in ("-wal", "-shm", "-journal"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    draft.replace(path)
+
+
+def _upgrade(path: Path, version: str | None) -> None:
+    if version is None:
+        _migrate(path)
+        return
+    backup = path.with_name(f"{path.name}.backup-{version}")
+    count = 1
+    while backup.exists():
+        count += 1
+        backup = path.with_name(f"{path.name}.backup-{version}.{count}")
+    try:
+        # Not a file copy: the newest rows may still be in the WAL.
+        with (
+            contextlib.closing(sqlite3.connect(schema.uri(path, "mode=ro"), uri=True)) as source,
+            contextlib.closing(sqlite3.connect(backup)) as destination,
+        ):
+            source.backup(destination)
+    except sqlite3.Error as error:
+        backup.unlink(missing_ok=True)
+        raise StoreError(f"{path}: can't be backed up to {backup.name}: {error}") from error
+    logger.info("%s: upgrading from schema %s; a backup is in %s", path, version, backup.name)
+    _migrate(path)
+
+
+def _migrate(path: Path) -> None:
+    """Bring the database at ``path`` to the newest schema, all of it or nothing."""
+    import alembic.command
+    import alembic.config
+    import alembic.util
+    import sqlalchemy
+
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    engine = sqlalchemy.create_engine(
+        "sqlite://",
+        creator=lambda: sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None),
+        poolclass=sqlalchemy.NullPool,
+    )
+
+    # By itself sqlite3 begins no transaction for DDL, and a half-done upgrade would stay.
+    @sqlalchemy.event.listens_for(engine, "begin")
+    def _begin(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    try:
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            alembic.command.upgrade(config, schema.SCHEMA_VERSIONS[-1])
+    except (sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError) as error:
+        raise StoreError(
+            f"{path}: can't be brought to schema {schema.SCHEMA_VERSIONS[-1]} and was left as it "
+            f"was: {schema.cause_of(error)}; {schema.next_step(error)}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Finding the best config: candidates, workers, measurements, the loop."""

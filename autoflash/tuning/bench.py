@@ -1,0 +1,101 @@
+"""AutoFlash beside its peers on one problem, interleaved in one process."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autoflash.api import attention
+from autoflash.errors import UnsupportedError
+from autoflash.problem import Problem
+from autoflash.target import current_target
+from autoflash.tuning.check import make_inputs
+from autoflash.tuning.measure import Timer
+
+Launch = Callable[[], object]
+
+PEERS = ("autoflash", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3")
+_DEFAULT = ("autoflash", "sdpa_fa2", "sdpa_cudnn")
+
+
+def bench_problem(
+    problem: Problem, names: Sequence[str] = _DEFAULT, *, rounds: int = 7
+) -> dict[str, Any]:
+    """Median ms of each implementation that runs here: {"gpu", "ms", "failed"}.
+
+    Raises UnsupportedError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError("no GPU is visible to torch: there is nothing to time")
+    q, k, v = make_inputs(problem, "cuda")
+    launches: dict[str, Launch] = {}
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            launch = implementation(name, problem, q, k, v)
+            launch()
+            torch.cuda.synchronize()
+            launches[name] = launch
+        except (RuntimeError, ImportError, ValueError, AttributeError) as error:
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    times = Timer().interleave(list(launches.values()), rounds)
+    ms = {name: statistics.median(t) for name, t in zip(launches, times, strict=True)}
+    return {"gpu": current_target().name, "ms": ms, "failed": failed}
+
+
+def implementation(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    """A closure that computes ``problem`` by the implementation called ``name``.
+
+    Inputs are bhsd; what a peer wants otherwise is converted before, not while timing.
+    """
+    if name == "autoflash":
+        return lambda: attention(q, k, v, causal=problem.causal)
+    if name in ("sdpa_fa2", "sdpa_cudnn"):
+        return _sdpa(name, problem, q, k, v)
+    if name == "flex":
+        return _flex(problem, q, k, v)
+    if name == "fa3":
+        return _fa3(problem, q, k, v)
+    raise ValueError(f"unknown implementation {name!r}: known are {', '.join(PEERS)}")
+
+
+def _sdpa(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    fa2 = name == "sdpa_fa2"
+    backend = SDPBackend.FLASH_ATTENTION if fa2 else SDPBackend.CUDNN_ATTENTION
+    grouped = problem.group > 1
+
+    def launch() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, enable_gqa=grouped
+            )
+
+    return launch
+
+
+def _flex(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if problem.causal:
+        offset = problem.seqlen_k - problem.seqlen_q
+        mask = create_block_mask(
+            lambda b, h, i, j: j <= i + offset, None, None, problem.seqlen_q, problem.seqlen_k,
+            device="cuda",
+        )  # fmt: skip
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=problem.group > 1)
+
+
+def _fa3(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+    import fa3_fwd_interface  # type: ignore[import-not-found]
+
+    qt, kt, vt = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    scale = problem.head_dim**-0.5
+    return lambda: fa3_fwd_interface._flash_attn_forward(
+        qt, kt, vt, causal=problem.causal, softmax_scale=scale
+    )

@@ -1,0 +1,177 @@
+"""The accuracy rule applied to one candidate: poisoned outputs, ragged sizes, hard inputs."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autoflash.kernels.kernel import Call
+from autoflash.problem import Problem
+from autoflash.reference import error_allowance, exact_attention
+from autoflash.runtime.dispatch import output_like
+from autoflash.runtime.inputs import strides_of
+from autoflash.runtime.launcher import BoundLauncher, Launcher
+
+# Lengths of the ragged checks: not multiples of any tile, more than two of the largest.
+_RAGGED_Q, _RAGGED_K = 333, 589
+_LSE_TOLERANCE = 2e-3
+_SLICE_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Inputs with what is expected of them."""
+
+    name: str
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    allowance: float
+
+
+def make_inputs(problem: Problem, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q, k and v of ``problem``, bhsd and contiguous."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    p = problem
+    shapes = (
+        (p.batch, p.heads, p.seqlen_q, p.head_dim),
+        (p.batch, p.kv_heads, p.seqlen_k, p.head_dim),
+        (p.batch, p.kv_heads, p.seqlen_k, p.head_dim_v),
+    )
+    dtype = getattr(torch, p.dtype)
+    q, k, v = (torch.randn(s, device=device, dtype=dtype, generator=generator) for s in shapes)
+    return q, k, v
+
+
+def check_cases(problem: Problem, device: str = "cuda") -> list[Case]:
+    """Small relatives of ``problem``: same code, ragged lengths, one with inputs of each kind."""
+    long_q, long_k = min(problem.seqlen_q, _RAGGED_Q), min(problem.seqlen_k, _RAGGED_K)
+    lengths = {
+        "ragged": (long_q, long_k),
+        # With a causal mask the first rows see no key.
+        "outlier channels": (long_q, max(1, min(long_k, long_q * 2 // 3))),
+        "large logits": (max(1, long_q // 2 + 1), long_k),
+    }
+    small = replace(problem, batch=min(problem.batch, 2), heads=2 * problem.group, kv_heads=2)
+    cases = []
+    for seed, (name, (rows, keys)) in enumerate(lengths.items()):
+        relative = replace(small, seqlen_q=rows, seqlen_k=keys)
+        q, k, v = make_inputs(relative, device, seed)
+        if name == "outlier channels":
+            q[..., ::17] *= 20
+            v[..., ::13] *= 20
+        elif name == "large logits":
+            q *= 8
+            k[..., 0] -= 30
+        cases.append(make_case(name, relative, q, k, v))
+    return cases
+
+
+def make_case(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Case:
+    """A Case with its fp64 answer and the error that the accuracy rule allows."""
+    scale = problem.head_dim**-0.5
+    out, lse = exact_attention(q, k, v, causal=problem.causal, scale=scale)
+    allowance = error_allowance(q, k, v, causal=problem.causal, scale=scale)
+    return Case(name=name, problem=problem, q=q, k=k, v=v, out=out, lse=lse, allowance=allowance)
+
+
+def run_poisoned(launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[
+    Tensor, Tensor
+]:  # fmt: skip
+    """out and LSE of one launch into buffers full of NaN."""
+    out = output_like(q, v, bshd=False).fill_(math.nan)
+    lse = torch.full(q.shape[:3], math.nan, device=q.device)
+    bind(launcher, problem, q, k, v, out)(_stream(), _addresses(q, k, v, out, lse))
+    torch.cuda.synchronize()
+    return out, lse
+
+
+def why_wrong(launcher: Launcher, case: Case) -> str | None:
+    """How the launcher breaks the accuracy rule on ``case``, or None."""
+    out, lse = run_poisoned(launcher, case.problem, case.q, case.k, case.v)
+    return compare(case, out, lse)
+
+
+def compare(case: Case, out: Tensor, lse: Tensor) -> str | None:
+    """How (out, lse) break the accuracy rule, or None."""
+    if not bool(torch.isfinite(out).all()):
+        return f"{case.name}: out holds NaN or infinity"
+    error = (out.double() - case.out).abs().max().item()
+    if not error <= case.allowance:
+        return f"{case.name}: error {error:.2e}, allowed {case.allowance:.2e}"
+    if bool(torch.isnan(lse).any()) or not torch.equal(torch.isinf(lse), torch.isinf(case.lse)):
+        return f"{case.name}: LSE is NaN, or infinite where it should not be"
+    lse_error = (lse.double() - case.lse).nan_to_num(0.0, 0.0, 0.0).abs()
+    allowed = _LSE_TOLERANCE + 1e-5 * case.lse.abs().nan_to_num(0.0, 0.0, 0.0)
+    if bool((lse_error > allowed).any()):
+        return f"{case.name}: LSE error {lse_error.max().item():.2e}"
+    return None
+
+
+class FullProblem:
+    """The problem at its real size: what is timed, with a sample of rows to check."""
+
+    def __init__(self, problem: Problem, device: str = "cuda") -> None:
+        self.problem = problem
+        self.q, self.k, self.v = make_inputs(problem, device)
+        self.out = output_like(self.q, self.v, bshd=False)
+        self.lse = torch.empty(self.q.shape[:3], device=device)
+        self._case = self._last_rows()
+
+    def launch(self, launcher: Launcher) -> "Repeat":
+        """The launch to be timed, with its arguments filled in."""
+        bound = bind(launcher, self.problem, self.q, self.k, self.v, self.out)
+        return Repeat(bound, _addresses(self.q, self.k, self.v, self.out, self.lse))
+
+    def why_wrong(self, launcher: Launcher) -> str | None:
+        """Runs once at full size and compares the last rows of the last head."""
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+        self.launch(launcher)()
+        torch.cuda.synchronize()
+        if bool(torch.isnan(self.out).any()):
+            return "full size: out holds NaN"
+        rows = slice(-self._case.problem.seqlen_q, None)
+        return compare(self._case, self.out[-1:, -1:, rows], self.lse[-1:, -1:, rows])
+
+    def _last_rows(self) -> Case:
+        # The last rows of a bottom-right mask are again a bottom-right problem.
+        rows = min(_SLICE_ROWS, self.problem.seqlen_q)
+        part = replace(self.problem, batch=1, heads=1, kv_heads=1, seqlen_q=rows)
+        q = self.q[-1:, -1:, -rows:]
+        return make_case("full size", part, q, self.k[-1:, -1:], self.v[-1:, -1:])
+
+
+class Repeat:
+    """A launch with all its arguments."""
+
+    def __init__(self, bound: BoundLauncher, addresses: tuple[int, int, int, int, int]) -> None:
+        self._bound = bound
+        self._addresses = addresses
+
+    def __call__(self) -> None:
+        self._bound(_stream(), self._addresses)
+
+
+def bind(
+    launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> BoundLauncher:
+    """``launcher`` for these tensors, LSE written."""
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    strides = {name: strides_of(x, bshd=False) for name, x in tensors.items()}
+    scale = problem.head_dim**-0.5
+    return launcher.bind(Call(problem=problem, scale=scale, strides=strides, write_lse=True))
+
+
+def _addresses(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[
+    int, int, int, int, int
+]:  # fmt: skip
+    return (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)

@@ -1,0 +1,128 @@
+"""Where problems come from: flags, a YAML or JSON file, a Hugging Face model's config.json."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autoflash.errors import InvalidInputError
+from autoflash.problem import Problem
+
+# Architectures of encoders, whose attention is not causal.
+_ENCODER_ENDINGS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+_ENCODER_TYPES = ("bert", "roberta", "vit", "clip_vision_model", "modernbert")
+
+
+def expand(fields: Mapping[str, Any]) -> list[Problem]:
+    """The problems of one mapping: a field that is a list stands for each of its values."""
+    if not isinstance(fields, Mapping):
+        raise InvalidInputError(f"a problem must be a mapping of fields, not {str(fields)[:80]!r}")
+    names = list(fields)
+    choices = [v if isinstance(v, list | tuple) else [v] for v in fields.values()]
+    return [
+        Problem.parse(dict(zip(names, values, strict=True)))
+        for values in itertools.product(*choices)
+    ]
+
+
+def from_file(path: Path) -> list[Problem]:
+    """The problems of a YAML or JSON file: a list of mappings, or ``problems:`` with one."""
+    data = _read(path)
+    if isinstance(data, Mapping) and "problems" in data:
+        data = data["problems"]
+    if not isinstance(data, list) or not data:
+        raise InvalidInputError(f"{path}: expected a list of problems, or 'problems:' with a list")
+    return unique([problem for entry in data for problem in expand(entry)])
+
+
+def from_model_config(
+    path: Path,
+    seqlens: Sequence[int | str],
+    batches: Sequence[int | str],
+    dtype: str | None = None,
+    causal: bool | None = None,
+) -> list[Problem]:
+    """The attention problems of a Hugging Face model: each length with each batch, as prefill.
+
+    Reads heads, key/value heads and head dims (also of multi-head latent attention, where q and k
+    have nope + rope dims) from config.json; ``path`` is the file or its folder.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    data = _read(path)
+    if not isinstance(data, Mapping):
+        raise InvalidInputError(f"{path}: a model's config.json is a JSON object")
+    # Multimodal models keep the language model's numbers one level down.
+    config = {**data, **data.get("text_config", {})}
+    heads = _number(path, config, "num_attention_heads", "n_head", "num_heads")
+    head_dim, head_dim_v = _head_dims(path, config, heads)
+    kv_heads = heads
+    if "qk_nope_head_dim" not in config:
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+    if config.get("multi_query"):
+        kv_heads = 1
+    fields = {
+        "batch": list(batches),
+        "seqlen": list(seqlens),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "dtype": dtype or _dtype(config),
+        "causal": _is_causal(config) if causal is None else causal,
+    }
+    return unique(expand(fields))
+
+
+def unique(problems: Sequence[Problem]) -> list[Problem]:
+    """``problems`` without repeats, in their order."""
+    return list(dict.fromkeys(problems))
+
+
+def _head_dims(path: Path, config: Mapping[str, Any], heads: int) -> tuple[int, int]:
+    if "qk_nope_head_dim" in config:
+        query = _number(path, config, "qk_nope_head_dim") + _number(
+            path, config, "qk_rope_head_dim"
+        )
+        return query, _number(path, config, "v_head_dim")
+    if config.get("head_dim"):
+        head_dim = _number(path, config, "head_dim")
+        return head_dim, head_dim
+    hidden = _number(path, config, "hidden_size", "n_embd", "d_model")
+    if hidden % heads:
+        raise InvalidInputError(f"{path}: hidden size {hidden} is not a multiple of {heads} heads")
+    return hidden // heads, hidden // heads
+
+
+def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise InvalidInputError(f"{path}: no positive whole number under {' or '.join(names)}")
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    # Weights stored in fp32 are run in 16 bits where attention kernels matter.
+    return "bfloat16" if dtype == "float32" else dtype
+
+
+def _is_causal(config: Mapping[str, Any]) -> bool:
+    architectures = [str(name) for name in config.get("architectures") or []]
+    encoder = any(name.endswith(_ENCODER_ENDINGS) for name in architectures)
+    return not (encoder or config.get("model_type") in _ENCODER_TYPES)
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path} can't be read: {error}") from error
+    try:
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InvalidInputError(f"{path} is not valid: {str(error)[:200]}") from error

@@ -1,0 +1,86 @@
+"""What a compiled binary needs (shared memory, registers, spills), read without a GPU."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoflash.errors import CompileError
+from autoflash.target import Target
+
+_REGISTER_FILE = 65536
+_THREADS_PER_SM = 2048
+# The driver keeps 1 KiB of shared memory for each resident block.
+_RESERVED_SHARED = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Bytes of shared memory per program, registers per thread, bytes of spilled registers."""
+
+    shared_bytes: int
+    registers: int
+    spills: int
+
+    def why_not(self, target: Target) -> str | None:
+        """Why the binary can't be loaded on ``target``, or None."""
+        if self.shared_bytes > target.shared_memory:
+            return (
+                f"needs {self.shared_bytes} bytes of shared memory, "
+                f"{target.name} has {target.shared_memory}"
+            )
+        return None
+
+    def blocks_per_sm(self, threads: int, target: Target) -> int:
+        """Programs of ``threads`` threads that are resident on one SM."""
+        # Registers are handed out to a warp in units of 256.
+        per_thread = -(-max(self.registers, 24) // 8) * 8
+        by_registers = _REGISTER_FILE // (per_thread * threads)
+        if target.vendor == "amd":
+            by_registers = 512 // max(1, per_thread) * 4 * target.warp_size // threads
+        total = target.shared_memory + _RESERVED_SHARED
+        by_shared = total // (self.shared_bytes + _RESERVED_SHARED)
+        return max(1, min(by_registers, by_shared, _THREADS_PER_SM // threads))
+
+
+def resources_of(compiled: Any) -> Resources:
+    """The Resources of a triton CompiledKernel. Raises CompileError if its tools can't say."""
+    shared = int(compiled.metadata.shared)
+    if "cubin" in compiled.asm:
+        registers, spills = _from_cubin(compiled.asm["cubin"])
+    else:
+        registers, spills = _from_amdgcn(compiled.asm["amdgcn"])
+    return Resources(shared_bytes=shared, registers=registers, spills=spills)
+
+
+def _from_cubin(cubin: bytes) -> tuple[int, int]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        try:
+            result = subprocess.run(
+                [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True,
+                timeout=30,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CompileError(f"cuobjdump could not read the binary: {error}") from error
+    registers = re.search(r"\bREG:(\d+)", result.stdout)
+    stack = re.search(r"\bSTACK:(\d+)", result.stdout)
+    if registers is None or stack is None:
+        raise CompileError(f"cuobjdump said nothing of registers: {result.stdout[:200]}")
+    # Our kernels have no local arrays: what is on the stack was spilled.
+    return int(registers[1]), int(stack[1])
+
+
+def _from_amdgcn(assembly: str) -> tuple[int, int]:
+    def field(name: str) -> int:
+        match = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        return int(match[1]) if match else 0
+
+    spills = field("vgpr_spill_count") + field("sgpr_spill_count")
+    return field("vgpr_count"), 4 * spills

@@ -1,0 +1,178 @@
+"""How candidates are compiled and timed: live workers, or a replay of recorded trials."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from autoflash.errors import AutoFlashError
+from autoflash.problem import Problem
+from autoflash.store.record import Trial, TrialStatus
+from autoflash.target import Target
+from autoflash.tuning.job import Candidate, Message, Outcome, study_message
+from autoflash.tuning.pool import Worker, WorkerPool, WorkerTimeoutError
+from autoflash.tuning.resources import Resources
+
+COMPILE_LIMIT_S = 30.0
+MEASURE_LIMIT_S = 20.0
+
+
+class Runner(Protocol):
+    """Compiles, checks and times candidates of one problem after the other.
+
+    A candidate's failure is an Outcome; an exception means that nothing can be run at all.
+    """
+
+    target: Target
+    versions: dict[str, str]
+    workers: int
+
+    def compile(self, problem: Problem, candidate: Candidate) -> "Future[Outcome]":
+        """Compile ahead; ok or the reason against it, with the binary's resources."""
+        ...
+
+    def measure(self, problem: Problem, candidate: Candidate, give_up_ms: float | None) -> Outcome:
+        """Check by the accuracy rule, then time; stop early if clearly above ``give_up_ms``."""
+        ...
+
+    def interleave(
+        self, problem: Problem, candidates: Sequence[Candidate], rounds: int
+    ) -> list[Outcome]:
+        """Time the finalists in turns."""
+        ...
+
+
+class LiveRunner:
+    """Workers on this machine: ``workers`` that compile, and one with the GPU.
+
+    Without ``target`` the GPU that is present is asked who it is; with one only ``compile`` works.
+    Owns its processes: use it as a context manager.
+    """
+
+    def __init__(self, workers: int, target: Target | None = None) -> None:
+        self.workers = workers
+        self._pool = WorkerPool(workers)
+        self._gpu = Worker()
+        if target is None:
+            try:
+                found = self._gpu.ask({"do": "describe"}, 60)
+            except BaseException:
+                self.close()
+                raise
+            self.target = Target(**found["target"])
+            self.versions: dict[str, str] = found["versions"]
+        else:
+            from autoflash.tuning.versions import versions
+
+            self.target = target
+            self.versions = versions()
+
+    def compile(self, problem: Problem, candidate: Candidate) -> "Future[Outcome]":
+        message = self._message("compile", problem, candidate)
+        answer = self._pool.submit(message, COMPILE_LIMIT_S)
+        outcome: Future[Outcome] = Future()
+        answer.add_done_callback(lambda done: _settle(done, outcome))
+        return outcome
+
+    def measure(self, problem: Problem, candidate: Candidate, give_up_ms: float | None) -> Outcome:
+        message = self._message("measure", problem, candidate) | {"give_up_ms": give_up_ms}
+        try:
+            return Outcome.from_message(self._gpu.ask(message, MEASURE_LIMIT_S))
+        except AutoFlashError as error:
+            return _failure(error)
+
+    def interleave(
+        self, problem: Problem, candidates: Sequence[Candidate], rounds: int
+    ) -> list[Outcome]:
+        message = {
+            "do": "interleave",
+            **study_message(problem, self.target),
+            "candidates": [c.to_message() for c in candidates],
+            "rounds": rounds,
+        }
+        try:
+            answer = self._gpu.ask(message, MEASURE_LIMIT_S + 5 * len(candidates))
+        except AutoFlashError as error:
+            return [_failure(error)] * len(candidates)
+        return [Outcome.from_message(item) for item in answer["outcomes"]]
+
+    def close(self) -> None:
+        self._pool.close()
+        self._gpu.stop()
+
+    def __enter__(self) -> "LiveRunner":
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def _message(self, action: str, problem: Problem, candidate: Candidate) -> Message:
+        study = study_message(problem, self.target)
+        return {"do": action, **study, **candidate.to_message()}
+
+
+class RecordedRunner:
+    """Replays stored trials: the tuning loop with no GPU and no compiler, for tests and studies.
+
+    A candidate that was never recorded is out_of_resources.
+    """
+
+    workers = 1
+
+    def __init__(self, target: Target, versions: dict[str, str], trials: Iterable[Trial]) -> None:
+        self.target = target
+        self.versions = versions
+        self._trials = {(t.problem, t.kernel, t.config): t for t in trials}
+        self.asked: list[Candidate] = []
+
+    def compile(self, problem: Problem, candidate: Candidate) -> "Future[Outcome]":
+        self.asked.append(candidate)
+        outcome: Future[Outcome] = Future()
+        trial = self._find(problem, candidate)
+        if trial is None:
+            outcome.set_result(
+                Outcome(status=TrialStatus.out_of_resources, reason="never recorded")
+            )
+        elif trial.status in (TrialStatus.compile_error, TrialStatus.out_of_resources):
+            outcome.set_result(Outcome(status=trial.status, reason=trial.reason))
+        else:
+            resources = Resources(
+                shared_bytes=trial.shared_bytes or 0,
+                registers=trial.registers or 0,
+                spills=trial.spills or 0,
+            )
+            outcome.set_result(Outcome(status=TrialStatus.ok, resources=resources))
+        return outcome
+
+    def measure(self, problem: Problem, candidate: Candidate, give_up_ms: float | None) -> Outcome:
+        del give_up_ms
+        trial = self._find(problem, candidate)
+        assert trial is not None, "measured a candidate that did not compile"
+        return Outcome(status=trial.status, reason=trial.reason, measurement=trial.measurement)
+
+    def interleave(
+        self, problem: Problem, candidates: Sequence[Candidate], rounds: int
+    ) -> list[Outcome]:
+        del rounds
+        return [self.measure(problem, candidate, None) for candidate in candidates]
+
+    def _find(self, problem: Problem, candidate: Candidate) -> Trial | None:
+        return self._trials.get((problem, candidate.kernel.name, candidate.config))
+
+
+def _settle(done: "Future[Message]", outcome: "Future[Outcome]") -> None:
+    if done.cancelled():
+        outcome.cancel()
+        return
+    # An exception in here would be swallowed, and the waiting loop would never hear of it.
+    try:
+        outcome.set_result(Outcome.from_message(done.result()))
+    except AutoFlashError as error:
+        outcome.set_result(_failure(error))
+    except BaseException as error:  # noqa: BLE001 - handed on to whoever waits
+        outcome.set_exception(error)
+
+
+def _failure(error: AutoFlashError) -> Outcome:
+    timed_out = isinstance(error, WorkerTimeoutError)
+    status = TrialStatus.timeout if timed_out else TrialStatus.crashed
+    return Outcome(status=status, reason=str(error)[:400])

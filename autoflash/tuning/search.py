@@ -1,0 +1,162 @@
+"""What to try next: Optuna's TPE over the search space, without repeats.
+
+Infeasible and failed candidates are told as PRUNED, from which TPE learns; a candidate is handed
+out once. The first ones come from whoever has advice and from the written model's ranking; when
+TPE only repeats itself, the ranking goes on where it stopped. When the whole space fits the budget
+the ranking is simply walked to its end (brute force).
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import optuna
+
+from autoflash.kernels.kernel import Kernel
+from autoflash.problem import Problem
+from autoflash.space import Config, Value
+from autoflash.target import Target
+from autoflash.tuning.job import Candidate
+
+logger = logging.getLogger(__name__)
+
+# Of the ranking, tried before TPE has a say.
+_FROM_RANKING = 16
+# Proposals of TPE in a row that may be repeats or infeasible before the ranking takes over.
+_PATIENCE = 12
+
+
+def ranked(kernels: Iterable[Kernel], problem: Problem, target: Target) -> list[Candidate]:
+    """Every feasible candidate, the one that the written model thinks fastest first."""
+    scored = []
+    for kernel in kernels:
+        for config in kernel.space.configs(problem, target):
+            blocks = kernel.estimate_blocks_per_sm(problem, config, target)
+            ms = kernel.estimate_ms(problem, config, target, blocks)
+            scored.append(
+                (ms, kernel.name, config.to_json(), Candidate(kernel=kernel, config=config))
+            )
+    scored.sort(key=lambda item: item[:3])
+    return [candidate for *_, candidate in scored]
+
+
+class Search:
+    """One study: hands out candidates and learns from their times."""
+
+    def __init__(
+        self,
+        candidates: list[Candidate],
+        *,
+        brute_force: bool = False,
+        first: Iterable[Candidate] = (),
+        seed: int = 0,
+    ) -> None:
+        self._feasible = {_key(c): c for c in candidates}
+        self._ranking: Iterator[Candidate] = iter(candidates)
+        self._brute_force = brute_force
+        self._first = [c for c in first if _key(c) in self._feasible]
+        self._first += candidates[:_FROM_RANKING]
+        self._taken: set[str] = set()
+        self._open: dict[str, optuna.trial.Trial] = {}
+        self._kernels = {c.kernel.name: c.kernel for c in candidates}
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=_FROM_RANKING, multivariate=True, group=True,
+            constant_liar=True, warn_independent_sampling=False,
+        )  # fmt: skip
+        self._study = optuna.create_study(direction="minimize", sampler=sampler)
+
+    @property
+    def size(self) -> int:
+        """Feasible candidates in all."""
+        return len(self._feasible)
+
+    def ask(self) -> Candidate | None:
+        """A candidate that was never handed out or replayed; None when all were."""
+        if len(self._taken) >= len(self._feasible):
+            return None
+        while self._first:
+            candidate = self._first.pop(0)
+            if self._take(candidate):
+                return candidate
+        if not self._brute_force:
+            for _ in range(_PATIENCE):
+                proposal = self._propose()
+                if proposal is not None:
+                    return proposal
+        for candidate in self._ranking:
+            if self._take(candidate):
+                return candidate
+        return None
+
+    def tell(self, candidate: Candidate, ms: float | None) -> None:
+        """The candidate's time in ms, or None if it failed."""
+        trial = self._open.pop(_key(candidate), None)
+        if trial is None:
+            self._taken.add(_key(candidate))
+            state = optuna.trial.TrialState.COMPLETE if ms else optuna.trial.TrialState.PRUNED
+            self._study.add_trial(
+                optuna.trial.create_trial(
+                    state=state,
+                    value=ms,
+                    params=self._params(candidate),
+                    distributions=self._distributions(candidate),
+                )
+            )
+        elif ms is None:
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            self._study.tell(trial, ms)
+
+    def _take(self, candidate: Candidate) -> bool:
+        if _key(candidate) in self._taken:
+            return False
+        self._taken.add(_key(candidate))
+        if not self._brute_force:
+            self._study.enqueue_trial(self._params(candidate))
+            trial = self._study.ask()
+            self._suggest(trial)
+            self._open[_key(candidate)] = trial
+        return True
+
+    def _propose(self) -> Candidate | None:
+        trial = self._study.ask()
+        candidate = self._suggest(trial)
+        key = _key(candidate)
+        if key not in self._feasible or key in self._taken:
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return None
+        self._taken.add(key)
+        self._open[key] = trial
+        return candidate
+
+    def _suggest(self, trial: optuna.trial.Trial) -> Candidate:
+        names = sorted(self._kernels)
+        name = trial.suggest_categorical("kernel", names)
+        kernel = self._kernels[name]
+        values: dict[str, Value] = {}
+        for param in kernel.space.params:
+            chosen = trial.suggest_categorical(f"{name}.{param.name}", list(param.choices))
+            # Optuna's types allow floats and None; the choices are ours.
+            assert isinstance(chosen, bool | int | str)
+            values[param.name] = chosen
+        return Candidate(kernel=kernel, config=Config(**values))
+
+    def _params(self, candidate: Candidate) -> dict[str, bool | int | str]:
+        name = candidate.kernel.name
+        values = {f"{name}.{param}": value for param, value in candidate.config.items()}
+        return {"kernel": name, **values}
+
+    def _distributions(
+        self, candidate: Candidate
+    ) -> dict[str, optuna.distributions.BaseDistribution]:
+        name = candidate.kernel.name
+        categorical = optuna.distributions.CategoricalDistribution
+        found: dict[str, optuna.distributions.BaseDistribution] = {
+            f"{name}.{param.name}": categorical(list(param.choices))
+            for param in candidate.kernel.space.params
+        }
+        return {"kernel": categorical(sorted(self._kernels)), **found}
+
+
+def _key(candidate: Candidate) -> str:
+    return f"{candidate.kernel.name} {candidate.config.to_json()}"

@@ -1,0 +1,362 @@
+"""The loop: ask, compile ahead, check, time, tell, store; then finalists in turns, the record."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autoflash.codegen.render import render
+from autoflash.codegen.source_cache import emit
+from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.kernels import KERNELS, kernels_for
+from autoflash.problem import Bucket, Problem
+from autoflash.settings import settings
+from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
+from autoflash.store.store import Store
+from autoflash.target import Target, gpu_is_present, named_target
+from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.runner import LiveRunner, Runner
+from autoflash.tuning.search import Search, ranked
+from autoflash.tuning.versions import provenance
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUDGET_S = 60.0
+_FINALISTS = 5
+_ROUNDS = 7
+_FINALS_S = 4.0
+# Finalists within this of the best are ties: the one that needs less of the GPU wins, so that the
+# choice is stable from run to run.
+_TIE = 1.005
+# A candidate whose first samples are this much slower than the best is not timed further.
+_GIVE_UP = 1.3
+# Seconds of one core that a candidate takes to compile, for guessing what a budget can hold.
+_COMPILE_S = 4.0
+
+
+class Listener:
+    """Hears of progress; the base class ignores it."""
+
+    def started(self, problem: Problem, target: Target, space: int, resumed: int) -> None:
+        """A study begins: feasible configs, and trials taken over from an earlier run."""
+
+    def tried(self, trial: Trial, best_ms: float | None) -> None:
+        """A trial ended."""
+
+    def finished(self, result: "TuneResult") -> None:
+        """A study ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of one study: wall-clock seconds, and trials (None: no limit)."""
+
+    seconds: float
+    trials: int | None
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise InvalidInputError(f"budget of {self.seconds} s: must be more than 0")
+        if self.trials is not None and self.trials < 1:
+            raise InvalidInputError(f"budget of {self.trials} trials: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """What a study found: the record it stored (None if nothing survived), its trials (those taken
+    over from an earlier run first), how it went."""
+
+    problem: Problem
+    target: Target
+    record: TuningRecord | None
+    trials: list[Trial]
+    resumed: int
+    space: int
+    seconds: float
+    path: Path | None
+    interrupted: bool = False
+
+
+def tune(
+    problems: Problem | Iterable[Problem],
+    *,
+    target: Target | str | None = None,
+    budget_s: float | None = None,
+    trials: int | None = None,
+    store: Store | None = None,
+    listener: Listener | None = None,
+) -> list[TuneResult]:
+    """Find, check, time and store the best config of each problem.
+
+    Args:
+        problems: what to tune for.
+        target: the GPU; by default the one that is present. One that isn't ('h100') is served by
+            compiling offline and ranking; its records are stored as predicted.
+        budget_s: wall-clock seconds per problem, 60 by default, compiling included.
+        trials: at most so many candidates per problem.
+        store: where records and trials go; by default the user's store.
+        listener: hears of progress.
+
+    Raises:
+        UnsupportedError: no GPU and no target named, or a problem that no kernel serves there.
+        StoreError: the store can't be opened or written; before any trial is run.
+    On KeyboardInterrupt the best so far is stored, then it is raised again. Running again resumes.
+    """
+    from autoflash.runtime.dispatch import forget
+    from autoflash.tuning.offline import tune_offline
+
+    todo = [problems] if isinstance(problems, Problem) else list(problems)
+    for problem in todo:
+        if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
+            raise InvalidInputError(f"{problem.label()}: there is nothing to compute, nor to tune")
+    budget = Budget(seconds=DEFAULT_BUDGET_S if budget_s is None else budget_s, trials=trials)
+    wanted = named_target(target) if isinstance(target, str) else target
+    store = store or Store(settings().db_path)
+    listener = listener or Listener()
+    absent = wanted if wanted is not None and not _is_present(wanted) else None
+    if wanted is None and not gpu_is_present():
+        raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
+    results = []
+    with LiveRunner(settings().workers, absent) as runner:
+        for problem in todo:
+            kernels_for(problem, runner.target)
+        study = tune_offline if absent else tune_one
+        for problem in todo:
+            result = study(problem, runner, store, budget, listener)
+            forget()
+            results.append(result)
+            if result.interrupted:
+                raise KeyboardInterrupt
+    return results
+
+
+def tune_one(
+    problem: Problem, runner: Runner, store: Store, budget: Budget, listener: Listener
+) -> TuneResult:
+    """One study on a GPU that is present (or recorded)."""
+    study = _Study(problem, runner, store, listener)
+    begin = time.monotonic()
+    finals_s = min(_FINALS_S, 0.15 * budget.seconds)
+    interrupted = False
+    try:
+        study.run(begin + budget.seconds - finals_s, budget)
+        record = study.conclude(interleaved=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        record = study.conclude(interleaved=False)
+    result = TuneResult(
+        problem=problem,
+        target=runner.target,
+        record=record,
+        trials=study.trials,
+        resumed=study.resumed,
+        space=study.search.size,
+        seconds=time.monotonic() - begin,
+        path=emitted_path(record),
+        interrupted=interrupted,
+    )
+    listener.finished(result)
+    return result
+
+
+def emitted_path(record: TuningRecord | None) -> Path | None:
+    """The file of the record's kernel, written if it isn't there."""
+    if record is None:
+        return None
+    return emit(render(KERNELS[record.kernel], record.problem, record.config))
+
+
+def make_trial(
+    problem: Problem, runner: Runner, candidate: Candidate, outcome: Outcome,
+    predicted_ms: float | None = None,
+) -> Trial:  # fmt: skip
+    """The Trial that the store keeps of an outcome."""
+    source = render(candidate.kernel, problem, candidate.config)
+    resources = outcome.resources
+    return Trial(
+        problem=problem,
+        target=runner.target,
+        kernel=candidate.kernel.name,
+        config=candidate.config,
+        status=outcome.status,
+        reason=outcome.reason,
+        measurement=outcome.measurement,
+        predicted_ms=predicted_ms,
+        shared_bytes=resources.shared_bytes if resources else None,
+        registers=resources.registers if resources else None,
+        spills=resources.spills if resources else None,
+        provenance=provenance(runner.versions, source.kernel_hash),
+    )
+
+
+def make_record(trial: Trial, measurement: Measurement, kind: str) -> TuningRecord:
+    """The record of a winning trial."""
+    return TuningRecord(
+        problem=trial.problem,
+        target=trial.target,
+        kernel=trial.kernel,
+        config=trial.config,
+        measurement=measurement,
+        provenance=trial.provenance,
+        kind=kind,
+    )
+
+
+@dataclass
+class _Study:
+    problem: Problem
+    runner: Runner
+    store: Store
+    listener: Listener
+    trials: list[Trial] = field(default_factory=list)
+    resumed: int = 0
+
+    def __post_init__(self) -> None:
+        kernels = kernels_for(self.problem, self.runner.target)
+        self.candidates = ranked(kernels, self.problem, self.runner.target)
+        past = self._past()
+        self._past_ok = past
+
+    def run(self, deadline: float, budget: Budget) -> None:
+        """Try candidates until the budget or the space ends."""
+        limit = budget.trials
+        capacity = self.runner.workers * budget.seconds / _COMPILE_S
+        brute_force = len(self.candidates) <= (limit or capacity)
+        self.search = Search(self.candidates, brute_force=brute_force, first=self._advice())
+        for trial in self._past_ok:
+            self._replay(trial)
+        self.listener.started(self.problem, self.runner.target, len(self.candidates), self.resumed)
+        waiting: dict[Future[Outcome], Candidate] = {}
+        depth = 2 * self.runner.workers
+        asked = 0
+        while time.monotonic() < deadline:
+            while len(waiting) < depth and (limit is None or asked < limit):
+                candidate = self.search.ask()
+                if candidate is None:
+                    break
+                asked += 1
+                waiting[self.runner.compile(self.problem, candidate)] = candidate
+            if not waiting:
+                break
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
+            for future in done:
+                if time.monotonic() >= deadline:
+                    break
+                self._finish(waiting.pop(future), future.result())
+        for future in waiting:
+            future.cancel()
+
+    def conclude(self, *, interleaved: bool) -> TuningRecord | None:
+        """Re-time the finalists in turns, store and return the winner's record."""
+        finalists = sorted(_timed(self.trials), key=_median)[:_FINALISTS]
+        if not finalists:
+            logger.warning("%s: no candidate survived; nothing is stored", self.problem.label())
+            return None
+        measured = {i: t.measurement for i, t in enumerate(finalists) if t.measurement}
+        if interleaved:
+            candidates = [Candidate(kernel=KERNELS[t.kernel], config=t.config) for t in finalists]
+            outcomes = self.runner.interleave(self.problem, candidates, _ROUNDS)
+            again = {i: o.measurement for i, o in enumerate(outcomes) if o.measurement}
+            measured = again or measured
+        winner = _winner(finalists, measured)
+        record = make_record(finalists[winner], measured[winner], "measured")
+        self.store.add_record(record)
+        return record
+
+    def _finish(self, candidate: Candidate, compiled: Outcome) -> None:
+        outcome = compiled
+        if compiled.status is TrialStatus.ok:
+            best = self._best_ms()
+            give_up = best * _GIVE_UP if best is not None else None
+            measured = self.runner.measure(self.problem, candidate, give_up)
+            outcome = Outcome(
+                status=measured.status,
+                reason=measured.reason,
+                measurement=measured.measurement,
+                resources=compiled.resources,
+            )
+        trial = make_trial(self.problem, self.runner, candidate, outcome)
+        self.store.add_trial(trial)
+        self._tell(candidate, trial)
+
+    def _replay(self, trial: Trial) -> None:
+        self.resumed += 1
+        candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
+        self.search.tell(candidate, _median(trial) if trial.measurement else None)
+        self.trials.append(trial)
+
+    def _tell(self, candidate: Candidate, trial: Trial) -> None:
+        self.search.tell(candidate, _median(trial) if trial.measurement else None)
+        self.trials.append(trial)
+        self.listener.tried(trial, self._best_ms())
+
+    def _best_ms(self) -> float | None:
+        return min((_median(t) for t in _timed(self.trials)), default=None)
+
+    def _past(self) -> list[Trial]:
+        """Trials of an earlier run that still count: same problem, source and compiler.
+
+        A trial that timed out or crashed may have been unlucky and is tried again.
+        """
+        target = self.runner.target
+        found: dict[tuple[str, str], Trial] = {}
+        for trial in self.store.trials(Bucket.of(self.problem), target):
+            if trial.problem != self.problem or trial.status in _RETRIED:
+                continue
+            if trial.provenance.triton != self.runner.versions["triton"]:
+                continue
+            source = render(KERNELS[trial.kernel], self.problem, trial.config)
+            if source.kernel_hash == trial.provenance.source_hash:
+                found[(trial.kernel, trial.config.to_json())] = trial
+        return list(found.values())
+
+    def _advice(self) -> list[Candidate]:
+        """Configs worth trying first: what the store knows nearby, and the kernels' defaults."""
+        bucket, target = Bucket.of(self.problem), self.runner.target
+        own = self.store.best(bucket, target)
+        near = self.store.neighbours(bucket, target)[:3] + self.store.siblings(bucket, target)[:2]
+        records = ([own] if own else []) + near
+        advice = [Candidate(kernel=KERNELS[r.kernel], config=r.config) for r in records]
+        for kernel in kernels_for(self.problem, target):
+            config = kernel.default(self.problem, target)
+            advice.append(Candidate(kernel=kernel, config=config))
+        return advice
+
+
+_RETRIED = (TrialStatus.timeout, TrialStatus.crashed, TrialStatus.noisy, TrialStatus.predicted)
+
+
+def _timed(trials: Sequence[Trial]) -> list[Trial]:
+    """Trials with a time; the clean ones alone, unless all are noisy."""
+    timed = [t for t in trials if t.measurement is not None]
+    return [t for t in timed if t.status is TrialStatus.ok] or timed
+
+
+def _median(trial: Trial) -> float:
+    assert trial.measurement is not None
+    return trial.measurement.median_ms
+
+
+def _winner(finalists: Sequence[Trial], measured: dict[int, Measurement]) -> int:
+    best = min(m.median_ms for m in measured.values())
+    ties = [i for i, m in measured.items() if m.median_ms <= best * _TIE]
+    return min(
+        ties,
+        key=lambda i: (
+            finalists[i].shared_bytes or 0,
+            finalists[i].registers or 0,
+            measured[i].median_ms,
+        ),
+    )
+
+
+def _is_present(target: Target) -> bool:
+    if not gpu_is_present():
+        return False
+    import torch
+
+    # Asks no more than the name: the parent makes no CUDA context.
+    return torch.cuda.get_device_name() == target.name

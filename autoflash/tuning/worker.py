@@ -1,0 +1,179 @@
+"""The worker process: compiles, checks and times candidates, and may die doing so.
+
+Started as ``python -m autoflash.tuning.worker`` and spoken to in JSON, a line a message, so that it
+never imports the user's program. The parent sets the time limits and kills it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoflash.errors import AutoFlashError, CompileError, OutOfResourcesError
+from autoflash.kernels.kernel import ALIGNED
+from autoflash.problem import Problem
+from autoflash.store.record import TrialStatus
+from autoflash.tuning.job import Candidate, Message, Outcome, study_from_message
+from autoflash.tuning.resources import resources_of
+
+if TYPE_CHECKING:
+    from autoflash.runtime.launcher import Launcher
+    from autoflash.tuning.check import Case, FullProblem
+    from autoflash.tuning.measure import Timer
+
+
+def describe(message: Message) -> Message:
+    """The GPU of this machine and the versions that make a time comparable."""
+    import dataclasses
+
+    import torch
+
+    from autoflash.target import current_target
+    from autoflash.tuning.versions import versions
+
+    del message
+    torch.cuda.init()
+    return {"target": dataclasses.asdict(current_target()), "versions": versions()}
+
+
+def compile_candidate(message: Message) -> Message:
+    """Compile into Triton's disk cache and report what the binary needs."""
+    from autoflash.runtime.compiler import compile_config
+
+    problem, target = study_from_message(message)
+    candidate = Candidate.from_message(message)
+    kernel, config = candidate.kernel, candidate.config
+    try:
+        compiled = compile_config(kernel, problem, config, ALIGNED, target)
+        resources = resources_of(compiled)
+    except CompileError as error:
+        return Outcome(status=TrialStatus.compile_error, reason=str(error)).to_message()
+    reason = resources.why_not(target)
+    status = TrialStatus.ok if reason is None else TrialStatus.out_of_resources
+    return Outcome(status=status, reason=reason or "", resources=resources).to_message()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The problem that is being measured: inputs and expected outputs, made once."""
+
+    problem: Problem
+    full: "FullProblem"
+    cases: "list[Case]"
+    timer: "Timer"
+
+    def why_wrong(self, launcher: "Launcher") -> str | None:
+        """How the launcher breaks the accuracy rule, on any case or at full size."""
+        from autoflash.tuning.check import why_wrong
+
+        for case in self.cases:
+            reason = why_wrong(launcher, case)
+            if reason is not None:
+                return reason
+        return self.full.why_wrong(launcher)
+
+
+class Bench:
+    """Checks and times candidates of one problem at a time."""
+
+    def __init__(self) -> None:
+        self._prepared: Prepared | None = None
+
+    def prepare(self, problem: Problem) -> Prepared:
+        """The tensors of ``problem``; those of the one before are freed first."""
+        import torch
+
+        from autoflash.tuning.check import FullProblem, check_cases
+        from autoflash.tuning.measure import Timer
+
+        if self._prepared is None or self._prepared.problem != problem:
+            self._prepared = None
+            torch.cuda.empty_cache()
+            self._prepared = Prepared(
+                problem=problem,
+                full=FullProblem(problem),
+                cases=check_cases(problem),
+                timer=Timer(),
+            )
+        return self._prepared
+
+    def measure(self, message: Message) -> Message:
+        """Check a candidate by the accuracy rule, then time it."""
+        from autoflash.runtime.launcher import Launcher
+        from autoflash.tuning.measure import gpu_state, summarize
+
+        problem, target = study_from_message(message)
+        candidate = Candidate.from_message(message)
+        prepared = self.prepare(problem)
+        try:
+            launcher = Launcher(candidate.kernel, problem, candidate.config, ALIGNED, target)
+        except OutOfResourcesError as error:
+            return Outcome(status=TrialStatus.out_of_resources, reason=str(error)).to_message()
+        except CompileError as error:
+            return Outcome(status=TrialStatus.compile_error, reason=str(error)).to_message()
+        reason = prepared.why_wrong(launcher)
+        if reason is not None:
+            return Outcome(status=TrialStatus.wrong_result, reason=reason).to_message()
+        before = gpu_state()
+        launch = prepared.full.launch(launcher)
+        times = prepared.timer.time(launch, give_up_ms=message["give_up_ms"])
+        measurement = summarize(times, before, gpu_state())
+        status = TrialStatus.noisy if measurement.noisy else TrialStatus.ok
+        reason = measurement.throttle if measurement.noisy else ""
+        return Outcome(status=status, reason=reason, measurement=measurement).to_message()
+
+    def interleave(self, message: Message) -> Message:
+        """Time candidates that were found right, in turns."""
+        from autoflash.runtime.launcher import Launcher
+        from autoflash.tuning.measure import gpu_state, summarize
+
+        problem, target = study_from_message(message)
+        prepared = self.prepare(problem)
+        launches: list[Callable[[], object]] = []
+        for item in message["candidates"]:
+            c = Candidate.from_message(item)
+            launcher = Launcher(c.kernel, problem, c.config, ALIGNED, target)
+            launches.append(prepared.full.launch(launcher))
+        before = gpu_state()
+        times = prepared.timer.interleave(launches, message["rounds"])
+        after = gpu_state()
+        outcomes = []
+        for samples in times:
+            measurement = summarize(samples, before, after)
+            status = TrialStatus.noisy if measurement.noisy else TrialStatus.ok
+            outcomes.append(Outcome(status=status, measurement=measurement).to_message())
+        return {"outcomes": outcomes}
+
+
+def main() -> None:
+    """Answer messages until standard input closes."""
+    # What kernels and compilers print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    bench = Bench()
+    actions: dict[str, Callable[[Message], Message]] = {
+        "describe": describe,
+        "compile": compile_candidate,
+        "measure": bench.measure,
+        "interleave": bench.interleave,
+    }
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            answer = actions[message["do"]](message)
+        except AutoFlashError as error:
+            answer = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - the worker boundary: it becomes a status
+            # The CUDA context may be poisoned: answer, and let the parent start a fresh process.
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            answers.write(json.dumps({"error": text, "fatal": True}) + "\n")
+            answers.flush()
+            os._exit(1)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

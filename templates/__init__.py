@@ -1,0 +1,1 @@
+"""Jinja templates; shipped as data, never imported for code."""

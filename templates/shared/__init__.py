@@ -1,0 +1,1 @@
+"""Repeated computations of the templates, included as jit helpers; shipped as data."""

@@ -1,0 +1,1 @@
+"""Reviewed tuning records, one file per GPU; shipped as data."""
