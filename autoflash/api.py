@@ -54,8 +54,8 @@ def attention(
         causal: hide key j from row i unless j <= i + seqlen_k - seqlen_q (bottom-right).
         scale: factor of the scores; 1 / sqrt(head_dim) by default.
         deterministic: the forward always is; accepted for callers that ask.
-        return_lse: also return the log-sum-exp of each row: [batch, heads, seqlen_q], float32,
-            natural logarithm.
+        return_lse: also return the log-sum-exp of each row: [batch, heads, seqlen_q], float32
+            (float64 for float64 inputs), natural logarithm.
         layout: "bhsd" or "bshd".
 
     The other arguments are not served yet: a value other than the default raises UnsupportedError.
@@ -94,6 +94,9 @@ def attention(
     elif not math.isfinite(scale):
         raise InvalidInputError(f"scale={scale!r}: must be finite")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        # torch.compile refuses an autograd.Function that is given one tensor twice.
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
         out, lse = DifferentiableAttention.apply(q, k, v, scale, causal, bshd)  # type: ignore[no-untyped-call]
     elif scale > 0 and may_skip_dispatcher(q, k, v):
         out, lse = attention_fwd(q, k, v, scale, causal, bshd, return_lse)

@@ -25,7 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-console = Console()
+# Piped output has no width of its own; tables need one.
+console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
 Text = Annotated[str | None, typer.Option()]

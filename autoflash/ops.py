@@ -18,6 +18,11 @@ _library.define(
     "bool return_lse) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "attention_bwd(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "float scale, bool causal, bool bshd) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def _attention_fwd_cuda(
@@ -38,7 +43,7 @@ def _attention_fwd_cpu(
     inputs = [x.transpose(1, 2) if bshd else x for x in (q, k, v)]
     result, lse = attention_forward(*inputs, causal=causal, scale=scale)
     out.copy_(result.transpose(1, 2) if bshd else result)
-    return out, lse.float() if return_lse else lse.new_empty(0, dtype=torch.float32)
+    return out, lse if return_lse else lse.new_empty(0)
 
 
 def _attention_fwd_fake(
@@ -46,13 +51,36 @@ def _attention_fwd_fake(
 ) -> tuple[Tensor, Tensor]:
     del scale, causal
     check_tensors(q, k, v, bshd)
-    lse = q.new_empty(lse_shape(q, bshd) if return_lse else (0,), dtype=torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(lse_shape(q, bshd) if return_lse else (0,), dtype=dtype)
     return output_like(q, v, bshd), lse
+
+
+def attention_bwd(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, causal: bool, bshd: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv in the layout of q, by torch; see reference.attention_backward."""
+    dout, q, k, v, out = (x.transpose(1, 2) if bshd else x for x in (dout, q, k, v, out))
+    grads = attention_backward(dout, dlse, q, k, v, out, lse, causal=causal, scale=scale)
+    dq, dk, dv = (g.transpose(1, 2) if bshd else g for g in grads)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _attention_bwd_fake(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, causal: bool, bshd: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    del dout, dlse, out, lse, scale, causal, bshd
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv
 
 
 _library.impl("attention_fwd", _attention_fwd_cuda, "CUDA")
 _library.impl("attention_fwd", _attention_fwd_cpu, "CPU")
 torch.library.register_fake("autoflash::attention_fwd", _attention_fwd_fake, lib=_library)
+_library.impl("attention_bwd", attention_bwd, "CompositeExplicitAutograd")
+torch.library.register_fake("autoflash::attention_bwd", _attention_bwd_fake, lib=_library)
 
 
 def may_skip_dispatcher(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -86,10 +114,10 @@ class DifferentiableAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        scale, causal, bshd = ctx.options
-        dense = [x.transpose(1, 2) if bshd else x for x in (dout, q, k, v, out)]
-        do, qt, kt, vt, ot = dense
-        grads = attention_backward(do, dlse, qt, kt, vt, ot, lse, causal=causal, scale=scale)
-        dq, dk, dv = (g.transpose(1, 2) if bshd else g for g in grads)
-        return dq, dk, dv, None, None, None
+        tensors = (dout, dlse, *ctx.saved_tensors)
+        if torch.compiler.is_compiling():
+            grads = torch.ops.autoflash.attention_bwd(*tensors, *ctx.options)
+        else:
+            # Plain torch, so that it can be differentiated once more.
+            grads = attention_bwd(*tensors, *ctx.options)
+        return (*grads, None, None, None)

@@ -25,10 +25,11 @@ def attention_forward(
     outs, lses = [], []
     for start, stop in _row_chunks(q, k):
         rows = q[:, :, start:stop].to(dtype)
-        scores = _scores(rows, k.to(dtype), scale, _hidden(q, k, start, stop) if causal else None)
+        hidden = _hidden(q, k, start, stop) if causal else None
+        scores = _scores(rows, k.to(dtype), scale, hidden)
         lse = torch.logsumexp(scores, dim=-1)
         p = torch.exp(scores - _finite(lse).unsqueeze(-1))
-        outs.append(_per_kv_head(p, v.to(dtype)).to(q.dtype))
+        outs.append(_weighted_sum(p, v.to(dtype), hidden).to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
@@ -49,14 +50,17 @@ def attention_backward(
     for start, stop in _row_chunks(q, k):
         rows = q[:, :, start:stop].to(dtype)
         do = dout[:, :, start:stop].to(dtype)
-        scores = _scores(rows, kf, scale, _hidden(q, k, start, stop) if causal else None)
+        hidden = _hidden(q, k, start, stop) if causal else None
+        scores = _scores(rows, kf, scale, hidden)
         p = torch.exp(scores - _finite(lse[:, :, start:stop].to(dtype)).unsqueeze(-1))
         dp = _per_kv_head(do, vf.transpose(-1, -2))
         delta = (do * out[:, :, start:stop].to(dtype)).sum(-1)
         if dlse is not None:
             delta = delta - dlse[:, :, start:stop].to(dtype)
         ds = p * (dp - delta.unsqueeze(-1)) * scale
-        dqs.append(_per_kv_head(ds, kf).to(q.dtype))
+        if hidden is not None:
+            ds = ds.masked_fill(hidden, 0.0)
+        dqs.append(_weighted_sum(ds, kf, hidden).to(q.dtype))
         dk = dk + _sum_over_group(ds, rows, group)
         dv = dv + _sum_over_group(p, do, group)
     return torch.cat(dqs, dim=2), dk.to(k.dtype), dv.to(v.dtype)
@@ -118,6 +122,19 @@ def _per_kv_head(x: Tensor, y: Tensor) -> Tensor:
     kv_heads = y.shape[1]
     grouped = x.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
     return (grouped @ y).reshape(batch, heads, rows, y.shape[-1])
+
+
+def _weighted_sum(weights: Tensor, rows: Tensor, hidden: Tensor | None) -> Tensor:
+    """weights @ rows, in which a hidden row does not count, even if it holds NaN (0 * NaN is NaN).
+
+    What sees a row that isn't finite comes out as NaN.
+    """
+    bad = ~torch.isfinite(rows)
+    if hidden is None or not bool(bad.any()):
+        return _per_kv_head(weights, rows)
+    seen = (~hidden).to(weights.dtype).expand_as(weights)
+    sees_bad = _per_kv_head(seen, bad.to(weights.dtype)) > 0
+    return _per_kv_head(weights, rows.masked_fill(bad, 0.0)).masked_fill(sees_bad, math.nan)
 
 
 def _sum_over_group(x: Tensor, y: Tensor, group: int) -> Tensor:

@@ -8,6 +8,8 @@ tensor descriptors (TMA).
 from dataclasses import dataclass
 from typing import Any
 
+from autoflash.kernels import flash_fwd_model as model
+from autoflash.kernels.flash_fwd_space import SPACE, block_d, block_dv
 from autoflash.kernels.kernel import (
     Access,
     Argument,
@@ -17,17 +19,13 @@ from autoflash.kernels.kernel import (
     Pointer,
     Variant,
 )
-from autoflash.problem import DTYPE_BYTES, Problem, next_power_of_2
-from autoflash.space import Config, Constraint, Param, SearchSpace, Value
+from autoflash.problem import Problem, next_power_of_2
+from autoflash.space import Config, Value
 from autoflash.target import Target
 
 _TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _LOG2_E = 1.4426950408889634
 _MAX_GRID = 2**31 - 1
-_MAX_REGISTERS = 255
-# Registers that addresses, loop state and the probabilities' 16-bit copy take beside the two
-# accumulators; below this margin every variant we compiled for sm_90 spilled.
-_OTHER_REGISTERS = 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,147 +47,13 @@ class FlashFwdVariant(Variant):
         return "_".join(parts)
 
 
-def _block_d(problem: Problem) -> int:
-    return max(16, next_power_of_2(problem.head_dim))
-
-
-def _block_dv(problem: Problem) -> int:
-    return max(16, next_power_of_2(problem.head_dim_v))
-
-
-def _accumulator_registers(config: Config, problem: Problem, target: Target) -> float:
-    """32-bit registers per thread for the scores and the output accumulator."""
-    threads = config.integer("num_warps") * target.warp_size
-    return config.integer("BLOCK_M") * (_block_dv(problem) + config.integer("BLOCK_N")) / threads
-
-
-def shared_bytes(config: Config, problem: Problem, target: Target) -> int:
-    """Shared memory that the operands take at least (Triton adds barriers and scratch).
-
-    With cp.async the stage in use is copied to registers first, so one stage less is held.
-    """
-    size = DTYPE_BYTES[problem.dtype]
-    stages = config.integer("num_stages")
-    if not target.has_tma:
-        stages = max(1, stages - 1)
-    key_value = config.integer("BLOCK_N") * (_block_d(problem) + _block_dv(problem)) * size
-    # From sm_90 on the query tile is an operand in shared memory too.
-    query = config.integer("BLOCK_M") * _block_d(problem) * size if target.has_tma else 0
-    return stages * key_value + query
-
-
-def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None:
-    need = shared_bytes(config, problem, target)
-    if need > target.shared_memory:
-        return f"needs {need} bytes of shared memory, {target.name} has {target.shared_memory}"
-    return None
-
-
-def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
-    need = _accumulator_registers(config, problem, target) + _OTHER_REGISTERS
-    # AMD's CDNA threads have 512 registers, half of them accumulators.
-    limit = _MAX_REGISTERS if target.vendor == "nvidia" else 512
-    cap = config.integer("maxnreg") or limit
-    if need > cap:
-        return f"accumulators need about {need:.0f} registers per thread, the limit is {cap}"
-    return None
-
-
-def _rows_per_warp(config: Config, problem: Problem, target: Target) -> str | None:
-    del problem, target
-    rows, warps = config.integer("BLOCK_M"), config.integer("num_warps")
-    if warps * 16 > max(rows, 64):
-        return f"{warps} warps need {warps * 16} query rows, so that a row stays in one warp"
-    return None
-
-
-def _matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    rows = config.integer("BLOCK_M")
-    most = max(16, next_power_of_2(problem.seqlen_q))
-    if rows > most:
-        return f"BLOCK_M={rows} is more than the {problem.seqlen_q} query rows"
-    if rows < 64 <= most:
-        return f"BLOCK_M={rows} leaves the matrix unit's 64-row instruction partly empty"
-    return None
-
-
-def _matches_keys(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    keys = config.integer("BLOCK_N")
-    if keys > max(32, next_power_of_2(problem.seqlen_k)):
-        return f"BLOCK_N={keys} is more than the {problem.seqlen_k} keys"
-    return None
-
-
-def _has_tma(config: Config, problem: Problem, target: Target) -> str | None:
-    if config["LOAD"] != "tma":
-        return None
-    if not target.has_tma:
-        return f"{target.arch} has no tensor copy engine (sm_90 and newer have)"
-    size = DTYPE_BYTES[problem.dtype]
-    if problem.head_dim * size % 16 or problem.head_dim_v * size % 16:
-        return "rows of q, k and v must be multiples of 16 bytes"
-    return None
-
-
-def _has_diagonal(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    if config["DIAGONAL_FIRST"] and not problem.causal:
-        return "there is no diagonal without a causal mask"
-    return None
-
-
-def _has_heads(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    group = config.integer("GROUP_HEADS")
-    if group > next_power_of_2(problem.batch * problem.heads):
-        return (
-            f"GROUP_HEADS={group} is more than the {problem.batch * problem.heads} heads there are"
-        )
-    return None
-
-
-def _register_cap_helps(config: Config, problem: Problem, target: Target) -> str | None:
-    del problem
-    cap = config.integer("maxnreg")
-    if cap and target.vendor != "nvidia":
-        return "a register cap is NVIDIA's"
-    # 65536 registers: 168 lets a third program of 4 warps onto an SM, 128 a second one of 8 warps.
-    if cap == 168 and config.integer("num_warps") != 4:
-        return "168 registers make room for a program more only with 4 warps"
-    return None
-
-
 class FlashFwd(Kernel):
     """The declaration of flash_fwd."""
 
     name = "flash_fwd"
     template = "flash_fwd.py.jinja"
     op = "fwd"
-    space = SearchSpace(
-        params=(
-            Param(name="BLOCK_M", choices=(16, 32, 64, 128, 256), doc="query rows of a program"),
-            Param(name="BLOCK_N", choices=(32, 64, 128), doc="keys of one step"),
-            Param(name="num_warps", choices=(4, 8), doc="warps of a program"),
-            Param(name="num_stages", choices=(1, 2, 3, 4), doc="depth of the load pipeline"),
-            Param(name="LOAD", choices=("pointer", "tma"), doc="how q, k and v are loaded"),
-            Param(name="GROUP_HEADS", choices=(1, 8, 32), doc="heads that run side by side (L2)"),
-            Param(name="DIAGONAL_FIRST", choices=(False, True), doc="masked key blocks first"),
-            Param(name="maxnreg", choices=(0, 128, 168), doc="cap on registers; 0 is none"),
-        ),
-        constraints=(
-            Constraint(name="query rows", why_not=_matches_queries),
-            Constraint(name="keys", why_not=_matches_keys),
-            Constraint(name="rows per warp", why_not=_rows_per_warp),
-            Constraint(name="load path", why_not=_has_tma),
-            Constraint(name="loop order", why_not=_has_diagonal),
-            Constraint(name="tile order", why_not=_has_heads),
-            Constraint(name="register cap", why_not=_register_cap_helps),
-            Constraint(name="registers", why_not=_fits_registers),
-            Constraint(name="shared memory", why_not=_fits_shared),
-        ),
-    )
+    space = SPACE
 
     def serves(self, problem: Problem, target: Target) -> str | None:
         if problem.dtype == "float32":
@@ -212,8 +76,8 @@ class FlashFwd(Kernel):
         return {
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_D": _block_d(problem),
-            "BLOCK_DV": _block_dv(problem),
+            "BLOCK_D": block_d(problem),
+            "BLOCK_DV": block_dv(problem),
             "CAUSAL": problem.causal,
             # tf32 would miss the accuracy rule; 16-bit operands ignore this.
             "DOT_PRECISION": "ieee",
@@ -267,72 +131,42 @@ class FlashFwd(Kernel):
 
     def adapt(self, config: Config, access: Access) -> Config:
         if config["LOAD"] == "tma" and not access.tma:
-            return Config(**{**config, "LOAD": "pointer"})
+            # Addresses take registers of their own: a cap that TMA could bear would spill.
+            return Config(**{**config, "LOAD": "pointer", "maxnreg": 0})
         return config
 
     def default(self, problem: Problem, target: Target) -> Config:
-        wide = max(_block_d(problem), _block_dv(problem))
-        rows = min(128, max(16, next_power_of_2(problem.seqlen_q)))
-        values: dict[str, Value] = {
-            "BLOCK_M": rows,
-            "BLOCK_N": 64 if wide <= 128 else 32,
-            "num_warps": 8 if rows == 128 and wide > 64 else 4,
-            "num_stages": 3,
-            "LOAD": "pointer",
-            "GROUP_HEADS": 1,
-            "DIAGONAL_FIRST": False,
-            "maxnreg": 0,
-        }
+        wide = max(block_d(problem), block_dv(problem))
+        values = _preferred(wide, problem.causal, target)
+        rows = max(16, next_power_of_2(problem.seqlen_q))
+        if values["BLOCK_M"] > rows:
+            values |= {"BLOCK_M": rows, "num_warps": 4}
+        values["BLOCK_N"] = min(values["BLOCK_N"], max(32, next_power_of_2(problem.seqlen_k)))
+        if values["GROUP_HEADS"] > next_power_of_2(problem.batch * problem.heads):
+            values["GROUP_HEADS"] = 1
         # Give up a little at a time until the target and the problem allow it.
         for change in _DEFAULT_STEPS:
-            values |= change
-            config = Config(**values)
+            config = Config(**(values | change))
             if self.space.why_not(config, problem, target) is None:
                 return config
+            values |= change
         return config
 
     def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
-        threads = config.integer("num_warps") * target.warp_size
-        registers = _accumulator_registers(config, problem, target) + 2 * _OTHER_REGISTERS
-        registers = min(registers, config.integer("maxnreg") or _MAX_REGISTERS)
-        by_registers = int(65536 / (threads * registers))
-        by_shared = target.shared_memory // max(1, shared_bytes(config, problem, target))
-        return max(1, min(by_registers, by_shared, 2048 // threads))
+        return model.estimate_blocks_per_sm(problem, config, target)
 
     def estimate_ms(
         self, problem: Problem, config: Config, target: Target, blocks_per_sm: int
     ) -> float:
-        rows, keys = config.integer("BLOCK_M"), config.integer("BLOCK_N")
-        dims = _block_d(problem) + _block_dv(problem)
-        size = DTYPE_BYTES[problem.dtype]
-        blocks = _key_blocks(problem, rows, keys)
-        # Cycles of one key block on one SM: matrix products, exponentials, operand loads.
-        clock = target.clock_ghz * 1e9
-        flops_per_cycle = target.tflops * 1e12 / target.sm_count / clock
-        matmul = 2 * rows * keys * dims / flops_per_cycle
-        # A quarter-filled instruction costs as much as a full one.
-        matmul *= 64 / min(64, rows)
-        softmax = rows * keys * (1 / 16 + 6 / 128)
-        loads = keys * dims * size / 64 / (1.15 if config["LOAD"] == "tma" else 1.0)
-        # Warps that don't wait for each other overlap one's softmax with another's products.
-        strands = blocks_per_sm * config.integer("num_warps") / 4
-        hidden = 1 - 1 / max(1.0, strands)
-        step = max(matmul, loads) + softmax * (1 - 0.75 * hidden) + 60 / max(1.0, strands)
-        # A pipeline of one stage waits for each load.
-        step += 500 / max(1.0, strands) if config.integer("num_stages") < 2 else 0
-        fixed = 1500 + 2 * rows * dims * size / 32
-        tiles = self.grid(problem, config)
-        slots = target.sm_count * blocks_per_sm
-        waves = -(-tiles // slots) if tiles < 4 * slots else tiles / slots + 0.5
-        per_tile = (blocks * step + fixed / blocks_per_sm) * blocks_per_sm
-        seconds = max(waves * per_tile / clock, problem.min_bytes / (target.bandwidth_tbs * 1e12))
-        return seconds * 1e3
+        return model.estimate_ms(problem, config, target, blocks_per_sm)
 
 
 # What default() changes, in this order, while the config isn't allowed.
-_DEFAULT_STEPS: tuple[dict[str, Value], ...] = (
+_DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
     {},
+    {"LOAD": "pointer", "maxnreg": 0},
     {"num_stages": 2},
+    {"BLOCK_N": 64},
     {"BLOCK_N": 32},
     {"BLOCK_M": 64, "num_warps": 4},
     {"num_stages": 1},
@@ -340,28 +174,45 @@ _DEFAULT_STEPS: tuple[dict[str, Value], ...] = (
     {"BLOCK_M": 16},
 )
 
+# Tuned on an H200 (tuning_db/nvidia_h200.json): by padded head dim and causal. Small tiles with
+# three programs on an SM hide the softmax better than large tiles do.
+_HOPPER: dict[tuple[int, bool], dict[str, Any]] = {
+    (64, False): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    (64, True): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    (128, False): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    (128, True): {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
+    (256, False): {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 0},
+    (256, True): {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 0},
+}
+
+
+def _preferred(wide: int, causal: bool, target: Target) -> dict[str, Any]:
+    """The tiles that default() starts from."""
+    if target.arch == "sm_90":
+        tiles = _HOPPER[64 if wide <= 64 else wide, causal]
+        return {**tiles, "LOAD": "tma", "GROUP_HEADS": 8, "DIAGONAL_FIRST": causal}
+    return {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64 if wide <= 128 else 32,
+        "num_warps": 8 if wide > 64 else 4,
+        "num_stages": 3,
+        "maxnreg": 0,
+        "LOAD": "pointer",
+        "GROUP_HEADS": 8 if causal else 1,
+        "DIAGONAL_FIRST": False,
+    }
+
 
 def _axes(tensor: str) -> str:
     return "bhm" if tensor == "q" else "bhn"
 
 
-def _key_blocks(problem: Problem, rows: int, keys: int) -> float:
-    """Mean number of key blocks that a row block walks."""
-    blocks = -(-problem.seqlen_k // keys)
-    if not problem.causal or problem.seqlen_q == 0:
-        return blocks
-    return (
-        blocks * problem.visible_pairs / max(1, problem.seqlen_q * problem.seqlen_k)
-        + (rows / keys + 1) / 2
-    )
-
-
 def _descriptor_blocks(problem: Problem, config: Config) -> dict[str, tuple[int, int, int, int]]:
     rows, keys = config.integer("BLOCK_M"), config.integer("BLOCK_N")
     return {
-        "q": (1, 1, rows, _block_d(problem)),
-        "k": (1, 1, keys, _block_d(problem)),
-        "v": (1, 1, keys, _block_dv(problem)),
+        "q": (1, 1, rows, block_d(problem)),
+        "k": (1, 1, keys, block_d(problem)),
+        "v": (1, 1, keys, block_dv(problem)),
     }
 
 

@@ -1,6 +1,5 @@
 """What serving looks records up in: the user's store, then the records that ship."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -58,7 +57,10 @@ class Layers:
     """
 
     def __init__(self, snapshot: Settings | None = None, *, shipped: Path | None = None) -> None:
-        """``snapshot`` and ``shipped`` (a folder) are for tests; InvalidInputError is settings'."""
+        """By default of the settings as they are now (which may raise InvalidInputError).
+
+        ``shipped`` is another folder than the package's. Keep a Layers: it reads a file only once.
+        """
         snapshot = snapshot or settings()
         self._db_path = snapshot.db_path
         self._user: Source | None = None
@@ -66,11 +68,6 @@ class Layers:
         if snapshot.use_shipped_records:
             self._shipped = ShippedRecords(shipped or shipped_folder())
         self._warned: set[str] = set()
-
-    @classmethod
-    def current(cls) -> "Layers":
-        """The Layers of the settings as they are now: one per process, so files are read once."""
-        return _layers_of(settings())
 
     def lookup(self, bucket: Bucket, target: Target) -> Found | None:
         """The best known record for ``bucket`` on ``target``, or None.
@@ -137,11 +134,6 @@ class Layers:
         if layer not in self._warned:
             self._warned.add(layer)
             logger.warning("going on without the %s records: %s", layer, error)
-
-
-@functools.lru_cache(maxsize=8)
-def _layers_of(snapshot: Settings) -> Layers:
-    return Layers(snapshot)
 
 
 def _first(found: Iterable[Found]) -> Found | None:

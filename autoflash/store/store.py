@@ -188,6 +188,6 @@ def _by_evidence(*conditions: ColumnElement[bool]) -> Select[Any]:
             RecordRow.kind == "predicted",
             RecordRow.noisy,
             RecordRow.created_at.desc(),
-
+            RecordRow.id.desc(),
         )
     )

@@ -69,7 +69,7 @@ class LiveRunner:
     def compile(self, problem: Problem, candidate: Candidate) -> "Future[Outcome]":
         message = self._message("compile", problem, candidate)
         answer = self._pool.submit(message, COMPILE_LIMIT_S)
-        outcome: Future[Outcome] = Future()
+        outcome = _Compiling(answer)
         answer.add_done_callback(lambda done: _settle(done, outcome))
         return outcome
 
@@ -159,9 +159,23 @@ class RecordedRunner:
         return self._trials.get((problem, candidate.kernel.name, candidate.config))
 
 
+class _Compiling(Future[Outcome]):
+    """The outcome of a compilation; cancelling it takes a compilation off the queue."""
+
+    def __init__(self, answer: "Future[Message]") -> None:
+        super().__init__()
+        self._answer = answer
+
+    def cancel(self) -> bool:
+        self._answer.cancel()
+        return super().cancel()
+
+
 def _settle(done: "Future[Message]", outcome: "Future[Outcome]") -> None:
     if done.cancelled():
-        outcome.cancel()
+        Future.cancel(outcome)
+        return
+    if not outcome.set_running_or_notify_cancel():
         return
     # An exception in here would be swallowed, and the waiting loop would never hear of it.
     try:

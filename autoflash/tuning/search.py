@@ -7,6 +7,7 @@ the ranking is simply walked to its end (brute force).
 """
 
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
 
 import optuna
@@ -58,12 +59,7 @@ class Search:
         self._taken: set[str] = set()
         self._open: dict[str, optuna.trial.Trial] = {}
         self._kernels = {c.kernel.name: c.kernel for c in candidates}
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=_FROM_RANKING, multivariate=True, group=True,
-            constant_liar=True, warn_independent_sampling=False,
-        )  # fmt: skip
-        self._study = optuna.create_study(direction="minimize", sampler=sampler)
+        self._study = _create_study(seed)
 
     @property
     def size(self) -> int:
@@ -156,6 +152,21 @@ class Search:
             for param in candidate.kernel.space.params
         }
         return {"kernel": categorical(sorted(self._kernels)), **found}
+
+
+def _create_study(seed: int) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        # Optuna calls joint sampling and the constant liar experimental.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=_FROM_RANKING,
+            multivariate=True,
+            group=True,
+            constant_liar=True,
+        )
+    return optuna.create_study(direction="minimize", sampler=sampler)
 
 
 def _key(candidate: Candidate) -> str:

@@ -1,12 +1,12 @@
 """The order that serving looks records up in, and that nothing there can stop a model."""
 
 import dataclasses
-import logging
 import subprocess
 import sys
 
 import pytest
 
+from autoflash.errors import InvalidInputError
 from autoflash.settings import settings
 from autoflash.store.exchange import dump_records
 from autoflash.store.layers import Layers
@@ -186,15 +186,13 @@ def test_a_folder_in_place_of_a_file(layers, path, shipped, make, caplog):
     assert len(caplog.records) == 2
 
 
-def test_current_follows_the_settings(path, make, monkeypatch, caplog):
-    caplog.set_level(logging.WARNING)
+def test_the_settings_are_the_default(path, make, monkeypatch):
     monkeypatch.setenv("AUTOFLASH_DB", str(path))
-    monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")
     Store(path).add_record(make.record())
-    assert told(Layers.current().lookup(make.bucket, make.h200)) == ("user", "exact", 0.0, 1.25)
-    assert Layers.current() is Layers.current()
-    monkeypatch.setenv("AUTOFLASH_DB", str(path.with_name("other.sqlite")))
-    assert Layers.current().lookup(make.bucket, make.h200) is None
+    assert told(Layers().lookup(make.bucket, make.h200)) == ("user", "exact", 0.0, 1.25)
+    monkeypatch.setenv("AUTOFLASH_MODE", "guess")
+    with pytest.raises(InvalidInputError, match="AUTOFLASH_MODE"):
+        Layers()
 
 
 def test_a_lookup_never_loads_alembic(store, path, make):
@@ -206,10 +204,10 @@ def test_a_lookup_never_loads_alembic(store, path, make):
         "from autoflash.target import named_target\n"
         f"bucket = Bucket(**{dataclasses.asdict(make.bucket)})\n"
         "os.environ['AUTOFLASH_DB'] = '/nowhere/at.all'\n"
-        "Layers.current().lookup(bucket, named_target('h200'))\n"
+        "Layers().lookup(bucket, named_target('h200'))\n"
         "assert 'sqlalchemy' not in sys.modules\n"
         "os.environ['AUTOFLASH_DB'] = sys.argv[1]\n"
-        "found = Layers.current().lookup(bucket, named_target('h200'))\n"
+        "found = Layers().lookup(bucket, named_target('h200'))\n"
         "assert found.layer == 'user' and 'alembic' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, path], check=True)

@@ -1,4 +1,4 @@
-"""Rows that a stranger wrote are skipped, and cost neither the good ones nor more than a warning."""
+"""Rows that a stranger wrote are skipped, with one warning, and the good ones are kept."""
 
 import logging
 import sqlite3

@@ -1,0 +1,172 @@
+"""AutoFlash and its peers, interleaved in one process: a table, and JSON under benchmarks/.
+
+usage: bench_attention.py [--dtype bfloat16] [--head-dims 64,128,256] [--seqlens 4k,16k]
+                          [--peers autoflash,flex,sdpa_fa2,sdpa_cudnn,fa3] [--rounds 9] [--out FILE]
+
+Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048.
+Every implementation of a row is timed in turns (L2 flushed before each launch, medians), so that
+clocks and heat hit all alike. Host rows time one small call from Python, GPU idle.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import autoflash
+from autoflash.problem import Problem, parse_length
+from autoflash.target import current_target
+from autoflash.tuning.bench import PEERS, bench_problem
+from autoflash.tuning.versions import versions
+
+TOKENS = 16384
+HIDDEN = 2048
+_HOST_CALLS = 2000
+_HOST_ROUNDS = 7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--seqlens", default="4k,16k")
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="", help="where the checkout has no git history")
+    arguments = parser.parse_args()
+    peers = arguments.peers.split(",")
+    rows: list[dict[str, Any]] = [host_row()]
+    for head_dim in map(int, arguments.head_dims.split(",")):
+        for causal in (False, True):
+            for length in arguments.seqlens.split(","):
+                seqlen = parse_length("seqlen", length)
+                fields = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
+                fields |= {"head_dim": head_dim, "dtype": arguments.dtype, "causal": causal}
+                problem = Problem.parse(fields)
+                rows.append(bench_row(problem, peers, arguments.rounds))
+                print(json.dumps(rows[-1]), flush=True)
+                torch.cuda.empty_cache()
+    result = {**provenance(arguments.commit), "rows": rows}
+    out = arguments.out or Path("benchmarks") / current_target().slug / "attention_fwd.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    Console(width=150).print(table(rows, peers), f"\nwritten: {out}")
+    print(summary(rows))
+
+
+def bench_row(problem: Problem, peers: list[str], rounds: int) -> dict[str, Any]:
+    """One row of the benchmark file: medians in ms and TFLOP/s of each implementation."""
+    result = bench_problem(problem, peers, rounds=rounds)
+    fields = problem.as_dict()
+    return {
+        "op": fields.pop("op"),
+        **fields,
+        "feature": "none",
+        "ms": {name: round(ms, 5) for name, ms in result["ms"].items()},
+        "tflops": {n: round(problem.flops / ms * 1e-9, 1) for n, ms in result["ms"].items()},
+        "failed": result["failed"],
+    }
+
+
+def host_row() -> dict[str, Any]:
+    """Microseconds that one call of a tiny problem keeps the host busy, without grad."""
+    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Callable[[], object]] = {
+        "autoflash": lambda: autoflash.attention(q, k, v),
+        "sdpa_fa2": lambda: sdpa(q, k, v),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend):
+        for _ in range(_HOST_ROUNDS):
+            for name, call in calls.items():
+                times[name].append(host_us(call))
+    us = {name: round(statistics.median(values), 2) for name, values in times.items()}
+    print("host us", us, flush=True)
+    return {"op": "host", "dtype": "bfloat16", "head_dim": 64, "head_dim_v": 64, "causal": False,
+            "batch": 1, "heads": 2, "kv_heads": 2, "seqlen_q": 64, "seqlen_k": 64,
+            "feature": "none", "us": us}  # fmt: skip
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Microseconds per call; batches short enough that the launch queue never fills."""
+    spent = 0.0
+    batch = 200
+    for _ in range(_HOST_CALLS // batch):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(batch):
+            call()
+        spent += time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return spent / (_HOST_CALLS // batch * batch) * 1e6
+
+
+def provenance(commit: str) -> dict[str, str]:
+    """GPU, versions, script and date."""
+    found = versions()
+    if not commit:
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+        commit = git.stdout.strip()
+    return {
+        "gpu": current_target().name,
+        "driver": found["driver"],
+        "torch": found["torch"],
+        "triton": found["triton"],
+        "commit": commit,
+        "script": "scripts/bench_attention.py",
+        "date": date.today().isoformat(),
+    }
+
+
+def table(rows: list[dict[str, Any]], peers: list[str]) -> Table:
+    """TFLOP/s per row and implementation, and AutoFlash over the best peer."""
+    found = Table(title="forward, TFLOP/s", show_edge=False)
+    for name in ("D", "causal", "S", *peers, "vs flex", "vs best"):
+        found.add_column(name, justify="right")
+    for row in rows:
+        if row["op"] == "host":
+            continue
+        rates = row["tflops"]
+        others = [rate for name, rate in rates.items() if name != "autoflash"]
+        own = rates.get("autoflash", math.nan)
+        found.add_row(
+            str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen_q"]),
+            *(f"{rates[p]:.0f}" if p in rates else "-" for p in peers),
+            f"{own / rates['flex']:.3f}" if "flex" in rates else "-",
+            f"{own / max(others):.3f}" if others else "-",
+        )  # fmt: skip
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Geometric means of AutoFlash over each peer."""
+    lines = []
+    for peer in PEERS[1:]:
+        ratios = [
+            row["tflops"]["autoflash"] / row["tflops"][peer]
+            for row in rows
+            if peer in row.get("tflops", {}) and "autoflash" in row["tflops"]
+        ]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            lines.append(f"autoflash / {peer}: geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Write the best measured record of each bucket of a store to tuning_db/<gpu>.json, for review.
+
+usage: export_tuning_db.py STORE.sqlite [--to tuning_db]
+
+Records that stand in the file already are kept unless the store has newer ones of their bucket.
+"""
+
+import argparse
+from pathlib import Path
+
+from autoflash.store.evidence import evidence_order
+from autoflash.store.exchange import dump_records, load_records
+from autoflash.store.record import TuningRecord
+from autoflash.store.store import Store
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--to", type=Path, default=Path("tuning_db"))
+    arguments = parser.parse_args()
+    found = [r for r in Store(arguments.store, read_only=True).records() if r.kind == "measured"]
+    for slug in sorted({record.target.slug for record in found}):
+        path = arguments.to / f"{slug}.json"
+        records = [record for record in found if record.target.slug == slug]
+        if path.exists():
+            records += load_records(path.read_text(encoding="utf-8"))[0]
+        path.write_text(dump_records(best_of_each(records)), encoding="utf-8")
+        print(f"{path}: {len(best_of_each(records))} records")
+
+
+def best_of_each(records: list[TuningRecord]) -> list[TuningRecord]:
+    """The record with the best evidence in each bucket and target."""
+    best: dict[tuple[object, ...], TuningRecord] = {}
+    for record in sorted(records, key=evidence_order):
+        best.setdefault((record.bucket, record.target.identity), record)
+    return list(best.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Accept the kernel sources as they are rendered now.
+
+Usage: python scripts/update_golden.py [--check]     (make golden)
+
+Writes tests/golden/<slug>.py for every case of CASES and removes files that no case has any more.
+With --check it writes nothing and exits with 1 if a file would change. Look at the difference in
+git before committing: it is the change of the GPU code that a change of a template has made.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from autoflash.codegen.render import render
+from autoflash.kernels import KERNELS
+from autoflash.problem import Problem
+from autoflash.space import Config
+
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
+
+# A config is written out here, so that a golden file changes only when a template or the way it is
+# rendered does, not when another default is chosen.
+_CONFIG = Config(
+    BLOCK_M=128,
+    BLOCK_N=64,
+    num_warps=8,
+    num_stages=3,
+    LOAD="pointer",
+    GROUP_HEADS=1,
+    DIAGONAL_FIRST=False,
+    maxnreg=0,
+)
+
+
+def _problem(dtype: str, head_dim: int, head_dim_v: int, *, causal: bool) -> Problem:
+    return Problem(
+        batch=2,
+        heads=16,
+        kv_heads=4,
+        seqlen_q=1000,
+        seqlen_k=2000,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        causal=causal,
+    )
+
+
+# (problem, what differs from _CONFIG): every Jinja decision, and each kind of constexpr and option.
+CASES: tuple[tuple[Problem, dict[str, bool | int | str]], ...] = (
+    (_problem("bfloat16", 64, 64, causal=False), {"num_warps": 4}),
+    (_problem("bfloat16", 128, 128, causal=False), {}),
+    (_problem("bfloat16", 128, 128, causal=True), {}),
+    (_problem("bfloat16", 128, 128, causal=False), {"LOAD": "tma", "maxnreg": 128}),
+    (
+        _problem("bfloat16", 128, 128, causal=True),
+        {"LOAD": "tma", "GROUP_HEADS": 32, "DIAGONAL_FIRST": True},
+    ),
+    (_problem("float16", 64, 64, causal=True), {"num_warps": 4, "GROUP_HEADS": 8}),
+    (_problem("float16", 72, 40, causal=True), {"BLOCK_M": 64, "num_warps": 4}),
+    (_problem("float16", 72, 40, causal=False), {"LOAD": "tma"}),
+    (_problem("float16", 256, 256, causal=False), {"BLOCK_N": 32, "num_stages": 2}),
+    (_problem("bfloat16", 256, 256, causal=True), {"BLOCK_N": 32, "LOAD": "tma"}),
+)
+
+
+def render_all() -> dict[str, str]:
+    """File name to text of every case."""
+    texts = {}
+    for problem, changes in CASES:
+        source = render(KERNELS["flash_fwd"], problem, Config(**{**_CONFIG, **changes}))
+        # The hash at the end of the name would hide a change from `git diff`.
+        name = source.name.rpartition("_")[0] + ".py"
+        assert name not in texts, f"two golden cases are called {name}"
+        texts[name] = source.text
+    return texts
+
+
+def stale(folder: Path, texts: dict[str, str]) -> list[Path]:
+    """Files of ``folder`` that no case has."""
+    return sorted(path for path in folder.glob("*.py") if path.name not in texts)
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if stale")
+    check = parser.parse_args().check
+    GOLDEN.mkdir(exist_ok=True)
+    texts = render_all()
+    changed = 0
+    for path in stale(GOLDEN, texts):
+        print(f"removed   {path.name}")
+        changed += 1
+        if not check:
+            path.unlink()
+    for name, text in texts.items():
+        path = GOLDEN / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{'changed' if path.exists() else 'new':9} {name}")
+            changed += 1
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    print(f"{len(texts)} golden files, {changed} {'would change' if check else 'changed'}")
+    return 1 if check and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

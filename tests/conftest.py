@@ -1,0 +1,43 @@
+"""Every test runs on its own store and its own folder of emitted kernels, never on the user's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+GPU_TESTS = HERE / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies in tests/gpu is marked ``gpu``, and skipped where torch sees none."""
+    present = torch.cuda.is_available()
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not present:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Emitted kernels are checked against their text when read: tests may share the folder."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def isolated(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    kernel_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AUTOFLASH_* point into temporary folders; nothing of the caller's settings leaks in."""
+    for variable in ("AUTOFLASH_MODE", "AUTOFLASH_WORKERS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path_factory.mktemp("db") / "store.sqlite"))
+    monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(kernel_folder))
+    monkeypatch.setenv("AUTOFLASH_ORIGIN", "test")
+    # The store's own tests bring the shipped records that they look up.
+    if not request.path.is_relative_to(HERE / "store"):
+        monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")

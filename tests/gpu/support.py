@@ -1,0 +1,42 @@
+"""What the GPU tests share: poisoned memory and the accuracy rule on autoflash.attention."""
+
+import math
+import os
+import zlib
+
+import torch
+from torch import Tensor
+
+import autoflash
+from autoflash.reference import error_allowance, exact_attention
+
+
+def run_seed() -> int:
+    """A seed that differs from run to run, but not between the processes of one run."""
+    return zlib.crc32(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())).encode())
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return [torch.randn(s, device="cuda", dtype=dtype, generator=generator) for s in shapes]
+
+
+def poison(elements: int) -> None:
+    """Fill and free memory, so that an output that isn't written shows as NaN."""
+    for size in (elements, elements * 2, elements * 4):
+        torch.full((max(1, size),), math.nan, device="cuda", dtype=torch.float16)
+
+
+def assert_accurate(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: object) -> Tensor:
+    """Runs attention after poisoning and holds out and LSE against fp64."""
+    scale = q.shape[-1] ** -0.5
+    poison(q.numel())
+    out, lse = autoflash.attention(q, k, v, causal=causal, return_lse=True, **options)
+    exact, exact_lse = exact_attention(q, k, v, causal=causal, scale=scale)
+    allowed = error_allowance(q, k, v, causal=causal, scale=scale)
+    assert bool(torch.isfinite(out).all()), "out holds NaN or infinity"
+    error = (out.double() - exact).abs().max().item() if out.numel() else 0.0
+    assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
+    assert torch.equal(torch.isinf(lse), torch.isinf(exact_lse))
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=2e-3)
+    return out

@@ -1,0 +1,334 @@
+"""Which record serves a problem, what happens when none fits, and that nothing there stops a model."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from autoflash.errors import InvalidInputError, MissingRecordError, UnsupportedError
+from autoflash.kernels import KERNELS
+from autoflash.kernels.kernel import ALIGNED, Access
+from autoflash.problem import Bucket, Problem
+from autoflash.runtime import choose as module
+from autoflash.runtime.choose import choose, default_choice, tune_command
+from autoflash.settings import settings
+from autoflash.store.record import Measurement, Provenance, TuningRecord
+from autoflash.store.store import Store
+from autoflash.target import named_target
+
+KERNEL = KERNELS["flash_fwd"]
+H200, H100, A100 = map(named_target, ("h200", "h100", "a100"))
+UNALIGNED = Access(aligned=False, tma=False)
+EXPANDED = Access(aligned=True, tma=False)
+PROBLEM = Problem(
+    batch=2, heads=16, kv_heads=4, seqlen_q=2000, seqlen_k=4096, head_dim=128, head_dim_v=128,
+    dtype="bfloat16", causal=True,
+)  # fmt: skip
+# Another than the default in every param.
+TUNED = KERNEL.space.parse(
+    {
+        "BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2, "LOAD": "pointer",
+        "GROUP_HEADS": 8, "DIAGONAL_FIRST": True, "maxnreg": 0,
+    }
+)  # fmt: skip
+DEFAULT = KERNEL.default(PROBLEM, H200)
+
+
+def but(config, **changes):
+    return KERNEL.space.parse({**config, **changes})
+
+
+def record(config=TUNED, *, problem=PROBLEM, target=H200, ms=1.25, kind="measured", day=1):
+    return TuningRecord(
+        problem=problem,
+        target=target,
+        kernel=KERNEL.name,
+        config=config,
+        measurement=Measurement(
+            median_ms=ms, p20_ms=ms, p80_ms=ms, repeats=40,
+            method="cuda_graph" if kind == "measured" else "model", noisy=False,
+        ),
+        provenance=Provenance(created_at=f"2025-03-{day:02d}T12:30:00+00:00", origin="host-a"),
+        kind=kind,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store():
+    return Store(settings().db_path)
+
+
+def told(choice):
+    return (choice.config, choice.how, choice.layer, choice.why)
+
+
+def test_nothing_known():
+    choice = choose(PROBLEM, H200, ALIGNED)
+    assert told(choice) == (DEFAULT, "default", "kernel", "no record fits")
+    assert choice.kernel is KERNEL
+    assert choice.record is None
+    # Looking made no file.
+    assert not settings().db_path.exists()
+
+
+def test_tuned(store):
+    mine = record()
+    store.add_record(mine)
+    choice = choose(PROBLEM, H200, ALIGNED)
+    assert told(choice) == (TUNED, "tuned", "user", "tuned on this target, 1.2500 ms")
+    assert choice.record == mine
+    # Whatever falls into the bucket.
+    same = dataclasses.replace(PROBLEM, batch=1, heads=32, kv_heads=8, seqlen_q=1025)
+    assert choose(same, H200, ALIGNED).how == "tuned"
+
+
+def test_the_newest_stands(store):
+    for day, stages in ((1, 2), (3, 3), (2, 4)):
+        store.add_record(record(but(TUNED, num_stages=stages), day=day))
+    assert choose(PROBLEM, H200, ALIGNED).config["num_stages"] == 3
+
+
+def test_a_neighbour(store):
+    store.add_record(record(problem=dataclasses.replace(PROBLEM, seqlen_k=16000)))
+    near = record(but(TUNED, num_stages=3), problem=dataclasses.replace(PROBLEM, seqlen_k=8000))
+    store.add_record(near)
+    choice = choose(PROBLEM, H200, ALIGNED)
+    assert told(choice) == (
+        but(TUNED, num_stages=3),
+        "neighbour",
+        "user",
+        "tuned for fwd bfloat16 bh32 group4 s2048x8192 d128v128 causal on NVIDIA H200",
+    )
+    assert choice.record == near
+
+
+def test_a_sibling_of_the_arch_is_a_neighbour(store):
+    store.add_record(record(target=H100))
+    choice = choose(PROBLEM, H200, ALIGNED)
+    assert told(choice)[:3] == (TUNED, "neighbour", "user")
+    assert choice.why == f"tuned for {Bucket.of(PROBLEM).label()} on NVIDIA H100 80GB HBM3"
+    assert choose(PROBLEM, A100, ALIGNED).how == "default"
+
+
+@pytest.mark.parametrize(
+    "change", [{"head_dim": 64}, {"dtype": "float16"}, {"causal": False}, {"seqlen_k": 1 << 20}], ids=str
+)  # fmt: skip
+def test_what_does_not_carry_over(store, change):
+    config = but(TUNED, DIAGONAL_FIRST=False)
+    store.add_record(record(config, problem=dataclasses.replace(PROBLEM, **change)))
+    assert choose(PROBLEM, H200, ALIGNED).how == "default"
+
+
+def test_predicted(store):
+    store.add_record(record(kind="predicted"))
+    choice = choose(PROBLEM, H200, ALIGNED)
+    assert told(choice) == (
+        TUNED, "predicted", "user", "ranked offline by the written model, never timed",
+    )  # fmt: skip
+
+
+def test_measured_goes_before_predicted(store):
+    store.add_record(record(kind="predicted", day=9))
+    store.add_record(record(but(TUNED, num_stages=3), day=1))
+    assert choose(PROBLEM, H200, ALIGNED).config["num_stages"] == 3
+
+
+# --- what the tensors allow
+
+
+@pytest.mark.parametrize("access", [UNALIGNED, EXPANDED], ids=["unaligned", "expanded"])
+def test_tma_gives_way_to_pointers(store, access):
+    tma = but(TUNED, LOAD="tma")
+    store.add_record(record(tma))
+    assert told(choose(PROBLEM, H200, ALIGNED))[0] == tma
+    choice = choose(PROBLEM, H200, access)
+    assert told(choice) == (
+        TUNED,
+        "tuned",
+        "user",
+        "tuned on this target, 1.2500 ms; its load path was changed, "
+        "since these tensors are not aligned for TMA",
+    )
+    assert choice.record.config == tma
+
+
+@pytest.mark.parametrize("access", [UNALIGNED, EXPANDED], ids=["unaligned", "expanded"])
+def test_pointers_stay_as_they_are(store, access):
+    store.add_record(record())
+    assert choose(PROBLEM, H200, access) == choose(PROBLEM, H200, ALIGNED)
+
+
+def test_the_default_is_adapted_too(monkeypatch):
+    tma = but(DEFAULT, LOAD="tma")
+    monkeypatch.setattr(type(KERNEL), "default", lambda self, problem, target: tma)
+    assert default_choice(KERNEL, PROBLEM, H200, ALIGNED, "so").config == tma
+    found = default_choice(KERNEL, PROBLEM, H200, UNALIGNED, "so")
+    assert (found.config, found.why) == (but(DEFAULT, LOAD="pointer"), "so")
+
+
+# --- records that don't fit
+
+
+def test_a_record_that_breaks_a_constraint_is_left_out(store, caplog):
+    # What is right for 4096 keys is too much for 40, which are another bucket but near enough.
+    large = but(TUNED, BLOCK_N=128)
+    long = dataclasses.replace(PROBLEM, seqlen_k=1024)
+    short = dataclasses.replace(PROBLEM, seqlen_k=40)
+    store.add_record(record(large, problem=long))
+    with caplog.at_level(logging.INFO, logger="autoflash.runtime.choose"):
+        choice = choose(short, H200, ALIGNED)
+    assert told(choice) == (
+        KERNEL.default(short, H200), "default", "kernel", "no record fits",
+    )  # fmt: skip
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message == (
+        f"record of {Bucket.of(short).label()} doesn't fit {short.label()}: "
+        "keys: BLOCK_N=128 is more than the 40 keys"
+    )
+
+
+def test_a_record_that_the_target_can_not_hold(store):
+    # 200 KiB of shared memory that an H200 has and a slice of it, with a smaller limit, has not.
+    big = but(TUNED, BLOCK_M=128, BLOCK_N=128, num_warps=8, LOAD="tma", GROUP_HEADS=1)
+    store.add_record(record(big))
+    assert choose(PROBLEM, H200, ALIGNED).how == "tuned"
+    small = dataclasses.replace(H200, shared_memory=100 * 1024)
+    choice = choose(PROBLEM, small, ALIGNED)
+    assert choice.how == "default"
+    assert KERNEL.space.why_not(choice.config, PROBLEM, small) is None
+
+
+def test_every_default_is_feasible():
+    for target in (A100, H100, H200, named_target("l40s"), named_target("mi300x")):
+        for dims in ((64, 64), (80, 40), (256, 256), (1, 1)):
+            for length in (1, 100, 5000):
+                problem = dataclasses.replace(
+                    PROBLEM, head_dim=dims[0], head_dim_v=dims[1], seqlen_q=length, seqlen_k=length
+                )
+                choice = choose(problem, target, ALIGNED)
+                assert KERNEL.space.why_not(choice.config, problem, target) is None
+
+
+# --- lock mode
+
+
+def test_lock_serves_exact_measured_records_only(store, monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    store.add_record(record())
+    assert choose(PROBLEM, H200, ALIGNED).how == "tuned"
+    other = dataclasses.replace(PROBLEM, seqlen_k=8192)
+    with pytest.raises(MissingRecordError) as caught:
+        choose(other, H200, ALIGNED)
+    assert str(caught.value) == (
+        "AUTOFLASH_MODE=lock and no exact record for fwd bfloat16 bh32 group4 s2048x8192 "
+        "d128v128 causal on NVIDIA H200: run `autoflash tune --batch 2 --heads 16 --kv-heads 4 "
+        "--seqlen-q 2000 --seqlen-k 8192 --head-dim 128 --head-dim-v 128 --dtype bfloat16 "
+        "--causal` there, or unset AUTOFLASH_MODE"
+    )
+    assert isinstance(caught.value, LookupError)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "predicted", "unfit"])
+def test_lock_refuses_what_is_not_exact(store, monkeypatch, kind):
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    if kind == "predicted":
+        store.add_record(record(kind="predicted"))
+    elif kind == "unfit":
+        # In the bucket, but made for a target with more shared memory.
+        store.add_record(record(but(TUNED, BLOCK_M=128, num_warps=8, num_stages=4, BLOCK_N=128)))
+    with pytest.raises(MissingRecordError, match="run `autoflash tune "):
+        choose(PROBLEM, H200, ALIGNED)
+
+
+def test_lock_keeps_a_record_whose_load_path_was_changed(store, monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    store.add_record(record(but(TUNED, LOAD="tma")))
+    assert choose(PROBLEM, H200, UNALIGNED).config == TUNED
+
+
+def test_an_unknown_mode(monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_MODE", "locked")
+    with pytest.raises(InvalidInputError, match=r"^AUTOFLASH_MODE='locked': must be one of "):
+        choose(PROBLEM, H200, ALIGNED)
+
+
+# --- stores that can't be read
+
+
+@pytest.mark.parametrize("kind", ["text", "empty file", "folder", "random"])
+def test_a_broken_store_costs_one_warning(kind, caplog, recwarn):
+    path = settings().db_path
+    if kind == "folder":
+        path.mkdir(parents=True)
+    else:
+        content = {"text": b"hello" * 99, "empty file": b"", "random": bytes(range(256)) * 99}
+        path.write_bytes(content[kind])
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        choices = [choose(PROBLEM, H200, ALIGNED) for _ in range(3)]
+        choices.append(choose(dataclasses.replace(PROBLEM, batch=8), H200, ALIGNED))
+    assert {choice.how for choice in choices} == {"default"}
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.startswith("going on without the user records: ")
+    assert str(path) in message
+    assert len(recwarn) == 0
+
+
+def test_a_store_that_appears_later_is_seen():
+    assert choose(PROBLEM, H200, ALIGNED).how == "default"
+    Store(settings().db_path).add_record(record())
+    assert choose(PROBLEM, H200, ALIGNED).how == "tuned"
+
+
+def test_settings_are_followed(store, monkeypatch, tmp_path):
+    store.add_record(record())
+    assert choose(PROBLEM, H200, ALIGNED).how == "tuned"
+    monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "other.sqlite"))
+    assert choose(PROBLEM, H200, ALIGNED).how == "default"
+
+
+# --- problems that nobody serves
+
+
+def test_no_kernel_for_the_problem():
+    with pytest.raises(UnsupportedError) as caught:
+        choose(dataclasses.replace(PROBLEM, dtype="float32"), H200, ALIGNED)
+    assert str(caught.value) == (
+        "no kernel serves fwd float32 b2 h16/4 s2000x4096 d128 causal on NVIDIA H200: flash_fwd: "
+        "float32 is not served on a GPU: use float16 or bfloat16"
+    )
+
+
+def test_no_kernel_for_the_target():
+    volta = dataclasses.replace(A100, name="Tesla V100", arch="sm_70")
+    with pytest.raises(UnsupportedError, match=r"on Tesla V100: flash_fwd: sm_70 is older than"):
+        choose(PROBLEM, volta, ALIGNED)
+
+
+# --- the command
+
+
+def test_the_tune_command_can_be_pasted():
+    import shlex
+
+    from autoflash.tuning.problems import expand
+
+    words = shlex.split(tune_command(PROBLEM))
+    assert words[:2] == ["autoflash", "tune"]
+    flags = [w for w in words[2:] if w != "--causal"]
+    fields = {
+        name.removeprefix("--").replace("-", "_"): value
+        for name, value in zip(flags[::2], flags[1::2], strict=True)
+    }
+    assert expand({**fields, "causal": "--causal" in words}) == [PROBLEM]
+    assert "--causal" not in tune_command(dataclasses.replace(PROBLEM, causal=False))
+
+
+def test_choosing_is_quick_and_touches_no_gpu(store, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a GPU was touched")
+
+    store.add_record(record())
+    for name in ("init", "current_device", "get_device_properties", "is_available"):
+        monkeypatch.setattr(f"torch.cuda.{name}", refuse)
+    assert choose(PROBLEM, H200, ALIGNED).how == "tuned"
+    assert module._layers(settings()) is module._layers(settings())

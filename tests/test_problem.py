@@ -1,0 +1,351 @@
+"""Problem and Bucket: what is parsed, what is refused, and what is counted."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoflash.errors import AutoFlashError, InvalidInputError
+from autoflash.problem import (
+    MAX_HEAD_DIM,
+    Bucket,
+    Problem,
+    canonical_dtype,
+    next_power_of_2,
+    parse_length,
+)
+
+BASE = Problem(
+    batch=2,
+    heads=8,
+    kv_heads=2,
+    seqlen_q=100,
+    seqlen_k=300,
+    head_dim=80,
+    head_dim_v=64,
+    dtype="float16",
+    causal=True,
+)
+
+
+def problem(**changes):
+    return dataclasses.replace(BASE, **changes)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("name", ["batch", "seqlen_q", "seqlen_k"])
+def test_sizes_may_be_zero_but_not_negative(name):
+    assert getattr(problem(**{name: 0}), name) == 0
+    with pytest.raises(InvalidInputError, match=rf"^{name}=-1: must be a whole number from 0 to"):
+        problem(**{name: -1})
+
+
+@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_dim", "head_dim_v"])
+def test_dims_start_at_one(name):
+    with pytest.raises(InvalidInputError, match=rf"^{name}=0: must be a whole number from 1 to"):
+        problem(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["batch", "heads", "seqlen_q", "head_dim"])
+@pytest.mark.parametrize("value", [1.0, "4", True, None, 2**31], ids=repr)
+def test_only_whole_numbers_below_2_to_the_31(name, value):
+    with pytest.raises(InvalidInputError) as caught:
+        problem(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert "2^31 - 1" in str(caught.value)
+
+
+def test_the_largest_size_is_taken():
+    assert problem(seqlen_k=2**31 - 1).seqlen_k == 2**31 - 1
+
+
+@pytest.mark.parametrize("name", ["head_dim", "head_dim_v"])
+def test_head_dims_end_at_256(name):
+    assert getattr(problem(**{name: MAX_HEAD_DIM}), name) == 256
+    with pytest.raises(InvalidInputError, match=rf"^{name}=257: the largest .* is 256$"):
+        problem(**{name: 257})
+
+
+def test_heads_must_be_a_multiple_of_kv_heads():
+    with pytest.raises(InvalidInputError, match=r"^heads=8 is not a multiple of kv_heads=3"):
+        problem(kv_heads=3)
+    with pytest.raises(InvalidInputError, match=r"^heads=8 is not a multiple of kv_heads=16"):
+        problem(kv_heads=16)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float64", "", "torch.float16"])
+def test_a_problem_takes_canonical_dtypes_only(dtype):
+    with pytest.raises(InvalidInputError) as caught:
+        problem(dtype=dtype)
+    assert str(caught.value) == (
+        f"dtype={dtype!r}: must be one of float16, bfloat16, float32"
+    )
+
+
+@pytest.mark.parametrize("causal", [1, 0, None, "true"])
+def test_causal_is_a_bool(causal):
+    with pytest.raises(InvalidInputError) as caught:
+        problem(causal=causal)
+    assert str(caught.value) == f"causal={causal!r}: must be true or false"
+
+
+def test_unknown_op():
+    with pytest.raises(InvalidInputError, match=r"^op='bwd': must be one of fwd$"):
+        problem(op="bwd")
+
+
+def test_a_refusal_is_a_value_error_and_ours():
+    with pytest.raises(ValueError, match="head_dim=300") as caught:
+        problem(head_dim=300)
+    assert isinstance(caught.value, AutoFlashError)
+
+
+def test_a_problem_is_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BASE.batch = 3
+    assert {BASE: 1}[problem()] == 1
+    assert problem(batch=3) != BASE
+
+
+# --- text
+
+
+def test_parse_fills_in_defaults():
+    assert Problem.parse({"batch": "2", "heads": "16", "seqlen": "4k", "head_dim": 128}) == Problem(
+        batch=2,
+        heads=16,
+        kv_heads=16,
+        seqlen_q=4096,
+        seqlen_k=4096,
+        head_dim=128,
+        head_dim_v=128,
+        dtype="bfloat16",
+        causal=False,
+        op="fwd",
+    )
+
+
+def test_parse_takes_every_field():
+    assert Problem.parse(BASE.as_dict()) == BASE
+    text = {name: str(value) for name, value in BASE.as_dict().items()}
+    assert Problem.parse({**text, "causal": True, "dtype": "half"}) == BASE
+
+
+def test_parse_leaves_its_argument_alone():
+    fields = {"batch": 1, "heads": 2, "seqlen": "1k", "head_dim": 64}
+    Problem.parse(fields)
+    assert fields == {"batch": 1, "heads": 2, "seqlen": "1k", "head_dim": 64}
+
+
+def test_seqlen_gives_way_to_the_longer_name():
+    given_both = {"batch": 1, "heads": 2, "seqlen": "1k", "seqlen_q": 7, "head_dim": 64}
+    parsed = Problem.parse(given_both)
+    assert (parsed.seqlen_q, parsed.seqlen_k) == (7, 1024)
+
+
+def test_parse_names_an_unknown_field_and_the_known_ones():
+    with pytest.raises(InvalidInputError) as caught:
+        Problem.parse({"batch": 1, "head": 2, "seqlen": 4, "head_dim": 64})
+    assert str(caught.value) == (
+        "unknown problem field 'head': known are batch, causal, dtype, head_dim, head_dim_v, "
+        "heads, kv_heads, op, seqlen_k, seqlen_q and seqlen"
+    )
+
+
+@pytest.mark.parametrize("name", ["batch", "heads", "seqlen_q", "head_dim"])
+def test_parse_names_a_missing_field(name):
+    fields = {"batch": 1, "heads": 2, "seqlen_q": 4, "seqlen_k": 4, "head_dim": 64}
+    # kv_heads comes from heads and head_dim_v from head_dim, so either may be named.
+    implied = {"heads": "kv_heads", "head_dim": "head_dim_v"}
+    del fields[name]
+    with pytest.raises(InvalidInputError) as caught:
+        Problem.parse(fields)
+    names = {name, implied.get(name, name)}
+    assert str(caught.value) in {f"problem field {n!r} is missing" for n in names}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (4096, 4096), ("4096", 4096), ("4k", 4096), ("4K", 4096), (" 16k ", 16384), ("1m", 1 << 20),
+        ("0", 0), ("007", 7), (-5, -5),
+    ],
+)  # fmt: skip
+def test_parse_length(value, expected):
+    assert parse_length("seqlen", value) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["", "k", "-4k", "4.5k", "4kk", "4 k", "1e3", "٣", "²", True, 4.0, None, "9" * 13, "4g"]
+)
+def test_parse_length_refuses(value):
+    with pytest.raises(InvalidInputError) as caught:
+        parse_length("seqlen_q", value)
+    assert str(caught.value) == (
+        f"seqlen_q={value!r}: must be a whole number such as 4096 or 4k"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("fp16", "float16"), ("half", "float16"),
+        ("fp32", "float32"), ("float32", "float32"), ("torch.bfloat16", "bfloat16"),
+        (torch.float16, "float16"),
+    ],
+)  # fmt: skip
+def test_dtype_aliases(name, expected):
+    assert canonical_dtype(name) == expected
+
+
+@pytest.mark.parametrize("name", ["float64", "int8", "", None, torch.float64, "fp8"])
+def test_dtypes_that_are_refused(name):
+    with pytest.raises(InvalidInputError) as caught:
+        canonical_dtype(name)
+    assert str(caught.value) == f"dtype={name!r}: must be one of float16, bfloat16, float32"
+
+
+def test_label():
+    assert BASE.label() == "fwd float16 b2 h8/2 s100x300 d80v64 causal"
+    assert problem(kv_heads=8, seqlen_k=100, head_dim_v=80, causal=False).label() == (
+        "fwd float16 b2 h8 s100 d80"
+    )
+
+
+# --- counts
+
+
+def brute_force_pairs(seqlen_q, seqlen_k, causal):
+    return sum(
+        1
+        for i, j in itertools.product(range(seqlen_q), range(seqlen_k))
+        if not causal or j <= i + seqlen_k - seqlen_q
+    )
+
+
+sizes = st.integers(min_value=0, max_value=24)
+
+
+@given(seqlen_q=sizes, seqlen_k=sizes, causal=st.booleans())
+def test_visible_pairs(seqlen_q, seqlen_k, causal):
+    counted = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, causal=causal).visible_pairs
+    assert counted == brute_force_pairs(seqlen_q, seqlen_k, causal)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "expected"),
+    [(5, 5, 15), (3, 5, 12), (5, 3, 6), (1, 9, 9), (9, 1, 1), (0, 4, 0), (4, 0, 0)],
+)
+def test_visible_pairs_by_hand(seqlen_q, seqlen_k, expected):
+    assert problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k).visible_pairs == expected
+
+
+def test_flops():
+    # 2 batches of 8 heads of 2 x 3 pairs, each 80 multiply-adds for q k and 64 for p v.
+    assert problem(seqlen_q=2, seqlen_k=3, causal=False).flops == 2 * 8 * 6 * (80 + 64) * 2
+    # Causal 2 x 3: the rows see 2 and 3 keys.
+    assert problem(seqlen_q=2, seqlen_k=3).flops == 2 * 8 * 5 * (80 + 64) * 2
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 2), ("bfloat16", 2), ("float32", 4)])
+def test_min_bytes(dtype, size):
+    b, h, hk, sq, sk, d, dv = 2, 8, 2, 100, 300, 80, 64
+    q, k, v, out = b * h * sq * d, b * hk * sk * d, b * hk * sk * dv, b * h * sq * dv
+    assert problem(dtype=dtype).min_bytes == (q + k + v + out) * size + b * h * sq * 4
+
+
+# --- buckets
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024), (1024, 1024), (1025, 2048)],
+)
+def test_next_power_of_2(value, expected):
+    assert next_power_of_2(value) == expected
+
+
+@given(st.integers(min_value=1, max_value=2**31 - 1))
+def test_next_power_of_2_is_the_smallest(value):
+    power = next_power_of_2(value)
+    assert power & (power - 1) == 0
+    assert power // 2 < value <= power
+
+
+def test_bucket_rounds_sizes_up_and_keeps_the_rest():
+    assert Bucket.of(BASE) == Bucket(
+        op="fwd",
+        dtype="float16",
+        head_dim=80,
+        head_dim_v=64,
+        causal=True,
+        group=4,
+        batch_heads=16,
+        seqlen_q=128,
+        seqlen_k=512,
+    )
+    assert Bucket.of(BASE).label() == "fwd float16 bh16 group4 s128x512 d80v64 causal"
+
+
+def test_problems_of_a_size_share_a_bucket():
+    assert Bucket.of(problem(batch=1, heads=16, kv_heads=4)) == Bucket.of(BASE)
+    assert Bucket.of(problem(seqlen_q=65, seqlen_k=512)) == Bucket.of(BASE)
+    assert Bucket.of(problem(seqlen_q=64)) != Bucket.of(BASE)
+    assert Bucket.of(problem(batch=3)) != Bucket.of(BASE)
+    assert Bucket.of(problem(kv_heads=4)) != Bucket.of(BASE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.0),
+        ({"seqlen_q": 200}, 1.0),
+        ({"seqlen_k": 4096}, 3.0),
+        ({"batch": 4}, 0.5),
+        ({"kv_heads": 8}, 0.5),
+        ({"seqlen_q": 64, "seqlen_k": 256, "batch": 8, "kv_heads": 8}, 3.5),
+    ],
+)
+def test_distance_in_octaves(changes, expected):
+    here, there = Bucket.of(BASE), Bucket.of(problem(**changes))
+    assert here.distance(there) == expected
+    assert there.distance(here) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"head_dim": 64}, {"head_dim_v": 80}, {"causal": False}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_no_distance_between_different_code(changes):
+    here, there = Bucket.of(BASE), Bucket.of(problem(**changes))
+    assert here.distance(there) is None
+    assert there.distance(here) is None
+
+
+lengths = st.integers(min_value=0, max_value=1 << 20)
+buckets = st.builds(
+    lambda batch, group, kv_heads, seqlen_q, seqlen_k: Bucket.of(
+        problem(
+            batch=batch, heads=group * kv_heads, kv_heads=kv_heads,
+            seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+        )  # fmt: skip
+    ),
+    st.integers(min_value=0, max_value=64),
+    st.integers(min_value=1, max_value=8),
+    st.integers(min_value=1, max_value=8),
+    lengths,
+    lengths,
+)
+
+
+@given(one=buckets, two=buckets, three=buckets)
+def test_distance_is_a_metric(one, two, three):
+    assert one.distance(two) == two.distance(one)
+    assert (one.distance(two) == 0) == (one == two)
+    assert one.distance(three) <= one.distance(two) + two.distance(three)

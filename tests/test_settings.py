@@ -1,0 +1,141 @@
+"""Every AUTOFLASH_* variable: its default, its values, its refusals."""
+
+import ast
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+import autoflash
+from autoflash.errors import InvalidInputError
+from autoflash.settings import Settings, settings
+
+VARIABLES = [
+    "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_WORKERS",
+    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN",
+]  # fmt: skip
+
+
+@pytest.fixture
+def unset(monkeypatch, tmp_path):
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_defaults(unset):
+    assert settings() == Settings(
+        db_path=unset / "data" / "autoflash" / "autoflash.sqlite",
+        cache_dir=unset / "cache" / "autoflash" / "kernels",
+        mode="lookup",
+        workers=len(os.sched_getaffinity(0)),
+        use_shipped_records=True,
+        origin=socket.gethostname()[:64],
+    )
+    assert list(unset.iterdir()) == []
+
+
+def test_all_set(unset, monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_DB", "~/my/store.sqlite")
+    monkeypatch.setenv("AUTOFLASH_CACHE_DIR", "kernels")
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    monkeypatch.setenv("AUTOFLASH_WORKERS", "3")
+    monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")
+    monkeypatch.setenv("AUTOFLASH_ORIGIN", "x" * 100)
+    assert settings() == Settings(
+        db_path=unset / "my" / "store.sqlite",
+        cache_dir=Path.cwd() / "kernels",
+        mode="lock",
+        workers=3,
+        use_shipped_records=False,
+        origin="x" * 64,
+    )
+
+
+def test_a_snapshot_is_hashable_and_follows_the_environment(monkeypatch):
+    before = settings()
+    assert hash(before) == hash(settings())
+    monkeypatch.setenv("AUTOFLASH_WORKERS", str(before.workers + 1))
+    assert settings() != before
+
+
+@pytest.mark.parametrize("variable", ["AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR"])
+def test_an_empty_path_is_the_default(unset, monkeypatch, variable):
+    default = settings()
+    monkeypatch.setenv(variable, "")
+    assert settings() == default
+
+
+@pytest.mark.parametrize("mode", ["", "LOCK", "tune"])
+def test_mode_is_lookup_or_lock(monkeypatch, mode):
+    monkeypatch.setenv("AUTOFLASH_MODE", mode)
+    with pytest.raises(InvalidInputError) as caught:
+        settings()
+    assert str(caught.value) == f"AUTOFLASH_MODE={mode!r}: must be one of lookup, lock"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", " 2"])
+def test_workers_is_a_count(monkeypatch, text):
+    monkeypatch.setenv("AUTOFLASH_WORKERS", text)
+    with pytest.raises(InvalidInputError) as caught:
+        settings()
+    assert str(caught.value) == (
+        f"AUTOFLASH_WORKERS={text!r}: must be a whole number, at least 1"
+    )
+
+
+@pytest.mark.parametrize("url", ["postgresql://host/db", "sqlite:///x.sqlite"])
+def test_the_store_is_a_path(monkeypatch, url):
+    monkeypatch.setenv("AUTOFLASH_DB", url)
+    with pytest.raises(InvalidInputError) as caught:
+        settings()
+    assert str(caught.value) == (
+        f"AUTOFLASH_DB={url!r}: give a file path; only SQLite is served yet"
+    )
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True), ("", True)])
+def test_shipped_records_are_left_out_with_0(monkeypatch, text, expected):
+    monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", text)
+    assert settings().use_shipped_records is expected
+
+
+def test_tests_run_isolated():
+    found = settings()
+    assert found.origin == "test"
+    assert found.use_shipped_records is False
+    assert "pytest-" in str(found.db_path)
+    assert "pytest-" in str(found.cache_dir)
+    assert not found.db_path.exists()
+
+
+def reads_of_the_environment(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    ]
+
+
+def test_the_environment_is_read_in_settings_only():
+    folder = Path(autoflash.__file__).parent
+    found = {
+        path.relative_to(folder).as_posix(): reads
+        for path in folder.rglob("*.py")
+        if (reads := reads_of_the_environment(path))
+    }
+    # The pool hands the whole environment on to its workers.
+    assert set(found) == {"settings.py", "tuning/pool.py"}
+    assert found["tuning/pool.py"] == ["os.environ"]
+
+
+def test_the_table_in_the_docstring_names_every_variable():
+    text = Path(autoflash.__file__).parent.joinpath("settings.py").read_text(encoding="utf-8")
+    table, code = text.split('"""', 2)[1:]
+    assert [line.split()[1] for line in table.splitlines() if line.startswith("| AUTO")] == VARIABLES
+    assert all(f'"{variable}"' in code for variable in VARIABLES)

@@ -1,0 +1,623 @@
+"""The tuning loop over recorded trials: no GPU, no compiler, no clock but a made-up one."""
+
+import collections
+import dataclasses
+import logging
+import types
+
+import pytest
+
+from autoflash.codegen.render import render
+from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.problem import Bucket
+from autoflash.store.record import TrialStatus
+from autoflash.target import named_target
+from autoflash.tuning import tune as loop
+from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.runner import RecordedRunner
+from autoflash.tuning.tune import Budget, Listener, make_record, tune, tune_one
+
+AMPLE = Budget(seconds=600, trials=None)
+Status = TrialStatus
+
+
+def run(lab, store, trials, *, budget=AMPLE, runner=None, listener=None, problem=None):
+    runner = runner or lab.runner(trials)
+    problem = problem or lab.problem
+    return tune_one(problem, runner, store, budget, listener or Listener())
+
+
+def keys(trials_or_candidates):
+    return [one.config.to_json() for one in trials_or_candidates]
+
+
+# --- the winner
+
+
+@pytest.mark.parametrize("trials", [None, 24], ids=["by time", "by trials"])
+def test_the_fastest_is_found_and_stored(lab, store, trials):
+    recorded = lab.trials()
+    budget = Budget(seconds=600, trials=trials)
+    result = run(lab, store, recorded, budget=budget)
+    record = result.record
+    assert record.config == recorded[0].config
+    assert record.measurement == recorded[0].measurement
+    assert (record.kind, record.kernel, record.problem, record.target) == (
+        "measured", "flash_fwd", lab.problem, lab.a100,
+    )  # fmt: skip
+    assert store.best(Bucket.of(lab.problem), lab.a100) == record
+    assert (result.space, result.resumed, result.interrupted) == (24, 0, False)
+    assert sorted(keys(result.trials)) == sorted(keys(recorded))
+    assert 0 < result.seconds < 60
+
+
+def test_a_larger_space_by_brute_force(lab, store):
+    problem = dataclasses.replace(lab.problem, seqlen_q=128, seqlen_k=128, causal=False)
+    recorded = lab.trials(problem=problem)
+    assert len(recorded) == 84
+    result = run(lab, store, recorded, problem=problem)
+    assert result.record.config == recorded[0].config
+    assert len(result.trials) == len(set(keys(result.trials))) == 84
+
+
+def test_the_record_says_where_it_comes_from(lab, store):
+    record = run(lab, store, lab.trials()).record
+    source = render(lab.kernel, lab.problem, record.config)
+    assert record.provenance.source_hash == source.kernel_hash
+    assert record.provenance.origin == "test"
+    found = dataclasses.asdict(record.provenance)
+    assert {name: found[name] for name in lab.versions} == lab.versions
+
+
+def test_the_winners_file_is_emitted(lab, store, kernel_folder):
+    result = run(lab, store, lab.trials())
+    source = render(lab.kernel, lab.problem, result.record.config)
+    assert result.path == kernel_folder / f"{source.name}.py"
+    assert result.path.read_text(encoding="utf-8") == source.text
+
+
+@pytest.mark.parametrize("status", [s for s in Status if s not in (Status.ok, Status.predicted)])
+def test_a_failure_never_wins(lab, store, status):
+    recorded = lab.trials({0: status, 1: status})
+    result = run(lab, store, recorded)
+    assert result.record.config == recorded[2].config
+    assert result.record.measurement.noisy is False
+
+
+def test_a_wrong_result_never_wins_however_fast(lab, store):
+    recorded = lab.trials({0: Status.wrong_result})
+    assert recorded[0].measurement.median_ms == 1.0
+    recorded[0] = dataclasses.replace(recorded[0], measurement=lab.measurement(0.001))
+    assert run(lab, store, recorded).record.config == recorded[1].config
+
+
+def test_noisy_never_beats_clean(lab, store):
+    recorded = lab.trials(dict.fromkeys(range(23), Status.noisy))
+    record = run(lab, store, recorded).record
+    assert record.config == recorded[23].config
+    assert record.measurement.noisy is False
+
+
+def test_all_noisy_gives_a_noisy_record(lab, store):
+    recorded = lab.trials(dict.fromkeys(range(24), Status.noisy))
+    record = run(lab, store, recorded).record
+    assert record.config == recorded[0].config
+    assert record.measurement.noisy is True
+    assert record.measurement.throttle == "2 other processes on the GPU"
+
+
+def test_nothing_survives(lab, store, caplog):
+    kinds = (Status.compile_error, Status.out_of_resources, Status.timeout, Status.crashed)
+    recorded = lab.trials({i: kinds[i % 4] for i in range(24)})
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        result = run(lab, store, recorded)
+    assert (result.record, result.path) == (None, None)
+    assert store.records() == []
+    assert len(store.trials(Bucket.of(lab.problem), lab.a100)) == 24
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message == f"{lab.problem.label()}: no candidate survived; nothing is stored"
+
+
+# --- ties
+
+
+@pytest.mark.parametrize(
+    ("resources", "winner"),
+    [
+        # (shared bytes, registers) of the trials at 1.000, 1.004 and 1.006 ms; up to 1.005 ties.
+        ([(4096, 128), (4096, 128), (4096, 128)], 0),
+        ([(4096, 128), (2048, 255), (1024, 32)], 1),
+        ([(4096, 128), (4096, 96), (4096, 32)], 1),
+        ([(2048, 128), (4096, 32), (1024, 32)], 0),
+    ],
+)
+def test_ties_go_to_the_one_that_needs_less(lab, store, resources, winner):
+    recorded = lab.trials()
+    for i, (ms, (shared, registers)) in enumerate(zip([1, 1.004, 1.006], resources, strict=True)):
+        recorded[i] = lab.trial(
+            lab.candidate(recorded[i]), ms, shared_bytes=shared, registers=registers
+        )
+    assert run(lab, store, recorded).record.config == recorded[winner].config
+
+
+# --- finalists
+
+
+class Interleaving(RecordedRunner):
+    """Finals in which each is timed anew."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.finals = []
+        self.answer = lambda place: Outcome(status=Status.ok)
+
+    def interleave(self, problem, candidates, rounds):
+        self.finals.append((problem, candidates, rounds))
+        return [self.answer(place) for place in range(len(candidates))]
+
+
+def test_the_five_fastest_clean_ones_are_timed_again(lab, store):
+    recorded = lab.trials({1: Status.noisy, 3: Status.wrong_result})
+    runner = lab.runner(recorded, Interleaving)
+    run(lab, store, recorded, runner=runner)
+    ((problem, candidates, rounds),) = runner.finals
+    assert problem == lab.problem
+    assert keys(candidates) == keys(recorded[i] for i in (0, 2, 4, 5, 6))
+    assert rounds >= 5
+
+
+def test_the_finals_decide(lab, store):
+    recorded = lab.trials()
+    runner = lab.runner(recorded, Interleaving)
+    runner.answer = lambda place: Outcome(
+        status=Status.ok, measurement=lab.measurement(2.0 - place / 10)
+    )
+    record = run(lab, store, recorded, runner=runner).record
+    assert record.config == recorded[4].config
+    assert record.measurement == lab.measurement(1.6)
+
+
+def test_a_finalist_that_fails_is_out(lab, store):
+    recorded = lab.trials()
+    runner = lab.runner(recorded, Interleaving)
+    runner.answer = lambda place: (
+        Outcome(status=Status.crashed, reason="gone")
+        if place == 0
+        else Outcome(status=Status.ok, measurement=lab.measurement(1.0 + place))
+    )
+    assert run(lab, store, recorded, runner=runner).record.config == recorded[1].config
+
+
+def test_finals_that_fail_leave_the_first_times(lab, store):
+    recorded = lab.trials()
+    runner = lab.runner(recorded, Interleaving)
+    runner.answer = lambda place: Outcome(status=Status.timeout, reason="no answer within 45 s")
+    record = run(lab, store, recorded, runner=runner).record
+    assert record.config == recorded[0].config
+    assert record.measurement == recorded[0].measurement
+
+
+# --- trials
+
+
+def test_every_trial_is_stored_with_its_status_and_reason(lab, store):
+    statuses = {
+        0: Status.compile_error, 1: Status.out_of_resources, 2: Status.wrong_result,
+        3: Status.timeout, 4: Status.crashed, 5: Status.noisy,
+    }  # fmt: skip
+    recorded = lab.trials(statuses)
+    result = run(lab, store, recorded)
+    stored = {t.config: t for t in store.trials(Bucket.of(lab.problem), lab.a100)}
+    assert list(stored.values()) == result.trials
+    assert len(stored) == 24
+    for place, trial in enumerate(recorded):
+        found = stored[trial.config]
+        status = statuses.get(place, Status.ok)
+        assert found.status is status
+        assert found.reason == ("" if status is Status.ok else f"made up: {status.value}")
+        assert found.measurement == trial.measurement
+        compiled = status not in (Status.compile_error, Status.out_of_resources)
+        expected = (4096, 128, 0) if compiled else (None, None, None)
+        assert (found.shared_bytes, found.registers, found.spills) == expected
+
+
+def test_what_was_never_recorded_is_out_of_resources(lab, store):
+    recorded = lab.trials()[3:]
+    result = run(lab, store, recorded)
+    assert result.record.config == recorded[0].config
+    failed = [t for t in result.trials if t.status is not Status.ok]
+    assert [(t.status, t.reason) for t in failed] == [
+        (Status.out_of_resources, "never recorded")
+    ] * 3
+
+
+class Watchful(Listener):
+    def __init__(self):
+        self.events = []
+
+    def started(self, problem, target, space, resumed):
+        self.events.append(("started", problem, target, space, resumed))
+
+    def tried(self, trial, best_ms):
+        self.events.append(("tried", trial, best_ms))
+
+    def finished(self, result):
+        self.events.append(("finished", result))
+
+
+def test_the_listener_hears_everything(lab, store):
+    listener = Watchful()
+    recorded = lab.trials({0: Status.wrong_result, 2: Status.compile_error})
+    result = run(lab, store, recorded, listener=listener)
+    first, *tried, last = listener.events
+    assert first == ("started", lab.problem, lab.a100, 24, 0)
+    assert last == ("finished", result)
+    assert [event[1] for event in tried] == result.trials
+    times = [t.measurement.median_ms if t.status is Status.ok else None for t in result.trials]
+    for place, (_, _, best) in enumerate(tried):
+        so_far = [ms for ms in times[: place + 1] if ms is not None]
+        assert best == min(so_far, default=None)
+
+
+class Timed(RecordedRunner):
+    """Notes what it is told to give up at."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.limits = []
+
+    def measure(self, problem, candidate, give_up_ms):
+        outcome = super().measure(problem, candidate, give_up_ms)
+        self.limits.append((give_up_ms, outcome.measurement.median_ms))
+        return outcome
+
+
+def test_slow_candidates_are_given_up_at_1_3_times_the_best(lab, store):
+    runner = lab.runner(lab.trials(), Timed)
+    run(lab, store, None, runner=runner)
+    best = None
+    for limit, ms in runner.limits[:24]:
+        assert limit == (None if best is None else pytest.approx(best * 1.3))
+        best = ms if best is None else min(best, ms)
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize("trials", [1, 2, 7, 23])
+def test_no_more_trials_than_asked_for(lab, store, trials):
+    runner = lab.runner(lab.trials())
+    result = run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=trials))
+    assert len(result.trials) == len(runner.asked) == trials
+    fastest = min(result.trials, key=lambda t: t.measurement.median_ms)
+    assert result.record.config == fastest.config
+
+
+def test_the_defaults_of_the_kernel_are_tried_first(lab, store):
+    runner = lab.runner(lab.trials())
+    run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=1))
+    assert [c.config for c in runner.asked] == [lab.kernel.default(lab.problem, lab.a100)]
+
+
+def test_no_more_seconds_than_asked_for(lab, store, monkeypatch):
+    class Slow(RecordedRunner):
+        def measure(self, problem, candidate, give_up_ms):
+            clock.now += 1.0
+            return super().measure(problem, candidate, give_up_ms)
+
+        def interleave(self, problem, candidates, rounds):
+            clock.finals = clock.now
+            return super().interleave(problem, candidates, rounds)
+
+    clock = types.SimpleNamespace(now=100.0, finals=None)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(loop, "time", clock)
+    runner = lab.runner(lab.trials(), Slow)
+    result = run(lab, store, None, runner=runner, budget=Budget(seconds=10, trials=None))
+    # A second each; the last 15 % are for the finals.
+    assert len(result.trials) == 9
+    assert clock.finals == 109.0
+    assert result.record.config == min(
+        result.trials, key=lambda t: t.measurement.median_ms
+    ).config  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_budget_has_seconds(seconds):
+    with pytest.raises(InvalidInputError, match=rf"^budget of {seconds} s: must be more than 0$"):
+        Budget(seconds=seconds, trials=None)
+
+
+@pytest.mark.parametrize("trials", [0, -3])
+def test_a_budget_has_trials(trials):
+    with pytest.raises(InvalidInputError) as caught:
+        Budget(seconds=1, trials=trials)
+    assert str(caught.value) == f"budget of {trials} trials: must be at least 1"
+
+
+# --- running again
+
+
+def test_running_again_repeats_nothing(lab, store):
+    statuses = {1: Status.compile_error, 2: Status.wrong_result, 3: Status.out_of_resources}
+    recorded = lab.trials(statuses)
+    first = run(lab, store, recorded, budget=Budget(seconds=600, trials=10))
+    runner, listener = lab.runner(recorded), Watchful()
+    second = run(lab, store, recorded, runner=runner, listener=listener)
+    assert second.resumed == 10
+    assert listener.events[0] == ("started", lab.problem, lab.a100, 24, 10)
+    assert set(keys(runner.asked)).isdisjoint(keys(first.trials))
+    assert len(runner.asked) == len(set(keys(runner.asked))) == 14
+    assert second.trials[:10] == first.trials
+    assert second.record.config == recorded[0].config
+    third_runner = lab.runner(recorded)
+    third = run(lab, store, recorded, runner=third_runner)
+    assert third_runner.asked == []
+    assert (third.resumed, third.record.config) == (24, recorded[0].config)
+    assert len(store.trials(Bucket.of(lab.problem), lab.a100)) == 24
+
+
+def test_the_trials_of_the_budget_are_new_ones(lab, store):
+    recorded = lab.trials()
+    for expected in (5, 10, 15):
+        runner = lab.runner(recorded)
+        result = run(lab, store, recorded, runner=runner, budget=Budget(seconds=600, trials=5))
+        assert (len(runner.asked), len(result.trials)) == (5, expected)
+
+
+@pytest.mark.parametrize("status", [Status.timeout, Status.crashed, Status.noisy])
+def test_the_unlucky_are_tried_again(lab, store, status):
+    unlucky = lab.trials(dict.fromkeys(range(6), status))
+    run(lab, store, unlucky)
+    recorded = lab.trials()
+    runner = lab.runner(recorded)
+    result = run(lab, store, recorded, runner=runner)
+    assert sorted(keys(runner.asked)) == sorted(keys(recorded[:6]))
+    assert result.resumed == 18
+    assert result.record.config == recorded[0].config
+
+
+def stale(lab, kind):
+    """Trials of an earlier run that say nothing of this one."""
+    trials = lab.trials()
+    if kind == "another triton":
+        change = {"triton": "3.5.0"}
+    elif kind == "another source":
+        change = {"source_hash": "0" * 16}
+    else:
+        other = dataclasses.replace(lab.problem, seqlen_k=15)
+        assert Bucket.of(other) == Bucket.of(lab.problem)
+        return [dataclasses.replace(t, problem=other) for t in trials]
+    return [
+        dataclasses.replace(t, provenance=dataclasses.replace(t.provenance, **change))
+        for t in trials
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", ["another triton", "another source", "another problem of the bucket"]
+)
+def test_trials_that_no_longer_count(lab, store, kind):
+    store.add_trials(stale(lab, kind))
+    recorded = lab.trials()
+    runner = lab.runner(recorded)
+    result = run(lab, store, recorded, runner=runner)
+    assert result.resumed == 0
+    assert len(runner.asked) == 24
+
+
+def test_trials_of_another_target_do_not_count(lab, store):
+    store.add_trials(dataclasses.replace(t, target=named_target("l40s")) for t in lab.trials())
+    assert run(lab, store, lab.trials()).resumed == 0
+
+
+# --- advice from the store
+
+
+def test_what_the_store_knows_is_tried_first(lab, store):
+    slow = list(reversed(lab.candidates()))[:4]
+    longer = dataclasses.replace(lab.problem, seqlen_k=64)
+    measurement = lab.measurement(1.0)
+    own = lab.trial(slow[0], 1.0)
+    near = lab.trial(slow[1], 1.0, problem=longer)
+    sibling = lab.trial(slow[2], 1.0, target=dataclasses.replace(lab.a100, name="NVIDIA A100X"))
+    elsewhere = lab.trial(slow[3], 1.0, target=named_target("h100"))
+    for trial in (elsewhere, sibling, near, own):
+        store.add_record(make_record(trial, measurement, "measured"))
+    runner = lab.runner(lab.trials())
+    run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=4))
+    default = lab.kernel.default(lab.problem, lab.a100)
+    assert [c.config for c in runner.asked] == [*(c.config for c in slow[:3]), default]
+
+
+# --- Ctrl-C
+
+
+class Interrupted(RecordedRunner):
+    """Ctrl-C comes while the sixth candidate is timed."""
+
+    measured = 0
+
+    def measure(self, problem, candidate, give_up_ms):
+        self.measured += 1
+        if self.measured == 6:
+            raise KeyboardInterrupt
+        return super().measure(problem, candidate, give_up_ms)
+
+
+def test_an_interrupted_study_keeps_its_best_and_goes_on(lab, store):
+    recorded = lab.trials()
+    listener = Watchful()
+    result = run(lab, store, None, runner=lab.runner(recorded, Interrupted), listener=listener)
+    assert result.interrupted is True
+    assert len(result.trials) == 5
+    fastest = min(result.trials, key=lambda t: t.measurement.median_ms)
+    assert result.record.config == fastest.config
+    assert store.best(Bucket.of(lab.problem), lab.a100) == result.record
+    assert listener.events[-1] == ("finished", result)
+
+    runner = lab.runner(recorded)
+    again = run(lab, store, recorded, runner=runner)
+    assert (again.resumed, again.interrupted) == (5, False)
+    assert collections.Counter(keys(runner.asked) + keys(result.trials)) == collections.Counter(
+        keys(recorded)
+    )
+    assert again.record.config == recorded[0].config
+    assert store.best(Bucket.of(lab.problem), lab.a100) == again.record
+
+
+def test_an_interruption_in_the_finals_keeps_the_first_times(lab, store):
+    class Late(RecordedRunner):
+        def interleave(self, problem, candidates, rounds):
+            raise KeyboardInterrupt
+
+    recorded = lab.trials()
+    result = run(lab, store, None, runner=lab.runner(recorded, Late))
+    assert result.interrupted is True
+    assert result.record.config == recorded[0].config
+    assert store.records() == [result.record]
+
+
+def test_an_interruption_before_anything_was_timed(lab, store):
+    class Early(RecordedRunner):
+        def compile(self, problem, candidate):
+            raise KeyboardInterrupt
+
+    result = run(lab, store, None, runner=lab.runner(lab.trials(), Early))
+    assert (result.interrupted, result.record, result.trials) == (True, None, [])
+    assert store.records() == []
+
+
+# --- tune()
+
+
+class Live:
+    """Stands in for LiveRunner: a recorded one that can be entered."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.made_with = []
+
+    def __call__(self, workers, target):
+        self.made_with.append((workers, target))
+        return self
+
+    def __enter__(self):
+        return self.runner
+
+    def __exit__(self, *unused):
+        self.made_with.append("closed")
+
+
+@pytest.fixture
+def present(lab, monkeypatch):
+    """A machine with an A100 whose trials are recorded."""
+
+    def install(trials, kind=RecordedRunner):
+        live = Live(lab.runner(trials, kind))
+        monkeypatch.setattr(loop, "LiveRunner", live)
+        monkeypatch.setattr(loop, "gpu_is_present", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: lab.a100.name)
+        monkeypatch.setenv("AUTOFLASH_WORKERS", "3")
+        return live
+
+    return install
+
+
+@pytest.mark.parametrize("target", [None, "a100"])
+def test_tune_on_the_gpu_that_is_present(lab, store, present, target):
+    longer = dataclasses.replace(lab.problem, seqlen_k=64)
+    trials, others = lab.trials(), lab.trials(problem=longer)
+    live = present([*trials, *others])
+    results = tune([lab.problem, longer], target=target, budget_s=600, store=store)
+    assert [r.problem for r in results] == [lab.problem, longer]
+    assert [r.record.config for r in results] == [trials[0].config, others[0].config]
+    assert {r.record.kind for r in results} == {"measured"}
+    assert live.made_with == [(3, None), "closed"]
+
+
+def test_tune_takes_one_problem_and_the_users_store(lab, present):
+    from autoflash.settings import settings
+    from autoflash.store.store import Store
+
+    trials = lab.trials()
+    present(trials)
+    (result,) = tune(lab.problem, trials=24)
+    assert result.record.config == trials[0].config
+    found = Store(settings().db_path, read_only=True).records()
+    assert found == [result.record]
+
+
+def test_tune_forgets_the_plans_that_were_made_before(lab, store, present, monkeypatch):
+    from autoflash.runtime import dispatch
+
+    present(lab.trials())
+    monkeypatch.setitem(dispatch._plans, ("old",), object())
+    tune(lab.problem, trials=1, store=store)
+    assert dispatch._plans == {}
+
+
+def test_tune_raises_an_interruption_after_storing_the_best(lab, store, present):
+    live = present(lab.trials(), Interrupted)
+    listener = Watchful()
+    longer = dataclasses.replace(lab.problem, seqlen_k=64)
+    with pytest.raises(KeyboardInterrupt):
+        tune([lab.problem, longer], budget_s=600, store=store, listener=listener)
+    (record,) = store.records()
+    assert record.problem == lab.problem
+    ((_, result),) = [event for event in listener.events if event[0] == "finished"]
+    assert (result.record, result.interrupted) == (record, True)
+    assert live.made_with[-1] == "closed"
+
+
+@pytest.mark.parametrize("field", ["batch", "seqlen_q", "seqlen_k"])
+def test_tune_refuses_a_problem_without_work(lab, store, present, field):
+    live = present(lab.trials())
+    empty = dataclasses.replace(lab.problem, **{field: 0})
+    with pytest.raises(InvalidInputError, match="there is nothing to compute, nor to tune"):
+        tune([lab.problem, empty], store=store)
+    assert live.made_with == []
+
+
+def test_tune_refuses_what_no_kernel_serves_before_any_trial(lab, store, present):
+    present(lab.trials())
+    single = dataclasses.replace(lab.problem, dtype="float32")
+    with pytest.raises(UnsupportedError, match=r"float32 .* NVIDIA A100-SXM4-80GB: flash_fwd: "):
+        tune([lab.problem, single], store=store)
+    assert store.trials(Bucket.of(lab.problem), lab.a100) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_s": 0}, "budget of 0 s: must be more than 0"),
+        ({"trials": 0}, "budget of 0 trials: must be at least 1"),
+        ({"target": "v100"}, "unknown target 'v100': known are a100, "),
+    ],
+)
+def test_tune_refuses_bad_options(lab, store, present, options, message):
+    live = present(lab.trials())
+    with pytest.raises(InvalidInputError) as caught:
+        tune(lab.problem, store=store, **options)
+    assert str(caught.value).startswith(message)
+    assert live.made_with == []
+
+
+def test_tune_without_a_gpu_wants_a_target(lab, store, monkeypatch):
+    monkeypatch.setattr(loop, "gpu_is_present", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"^no GPU is visible to torch: name a target"):
+        tune(lab.problem, store=store)
+
+
+def test_the_recorded_runner_replays(lab):
+    recorded = lab.trials({0: Status.compile_error, 1: Status.wrong_result})
+    runner = lab.runner(recorded)
+    failed = runner.compile(lab.problem, lab.candidate(recorded[0])).result()
+    assert (failed.status, failed.reason) == (Status.compile_error, "made up: compile_error")
+    wrong = lab.candidate(recorded[1])
+    compiled = runner.compile(lab.problem, wrong).result()
+    assert (compiled.status, compiled.resources.registers) == (Status.ok, 128)
+    assert runner.measure(lab.problem, wrong, None).status is Status.wrong_result
+    unknown = Candidate(kernel=lab.kernel, config=recorded[0].config)
+    other = dataclasses.replace(lab.problem, batch=2)
+    assert runner.compile(other, unknown).result().reason == "never recorded"

@@ -1,0 +1,131 @@
+"""What is made of samples and of what the driver says; the timing itself needs a GPU."""
+
+import pytest
+import torch
+
+from autoflash.errors import UnsupportedError
+from autoflash.problem import Problem
+from autoflash.store.record import Measurement
+from autoflash.tuning.bench import PEERS, bench_problem, implementation
+from autoflash.tuning.measure import GpuState, gpu_state, summarize
+
+PROBLEM = Problem(
+    batch=1, heads=2, kv_heads=1, seqlen_q=16, seqlen_k=16, head_dim=64, head_dim_v=64,
+    dtype="float16",
+)  # fmt: skip
+CLEAN = GpuState(sm_clock_mhz=1980, throttle="", noisy="")
+CAPPED = GpuState(sm_clock_mhz=1500, throttle="power cap", noisy="")
+BUSY = GpuState(sm_clock_mhz=1400, throttle="", noisy="1 other processes on the GPU")
+
+
+def test_median_and_quantiles():
+    times = [float(ms) for ms in (10, 1, 9, 2, 8, 3, 7, 4, 6, 5)]
+    assert summarize(times, CLEAN, CLEAN) == Measurement(
+        median_ms=5.5, p20_ms=3.0, p80_ms=9.0, repeats=10, method="events", noisy=False,
+        sm_clock_mhz=1980, throttle="",
+    )  # fmt: skip
+    assert times[0] == 10.0
+
+
+def test_one_sample():
+    found = summarize([0.25], CLEAN, CLEAN)
+    assert (found.median_ms, found.p20_ms, found.p80_ms, found.repeats) == (0.25, 0.25, 0.25, 1)
+
+
+def test_an_outlier_moves_no_median():
+    assert summarize([1.0] * 9 + [50.0], CLEAN, CLEAN).median_ms == 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noisy", "throttle", "clock"),
+    [
+        (CLEAN, CLEAN, False, "", 1980),
+        (CLEAN, CAPPED, False, "power cap", 1500),
+        (CAPPED, CLEAN, False, "power cap", 1980),
+        (BUSY, CLEAN, True, "1 other processes on the GPU", 1980),
+        (CLEAN, BUSY, True, "1 other processes on the GPU", 1400),
+        (CAPPED, BUSY, True, "1 other processes on the GPU", 1400),
+    ],
+)
+def test_the_state_decides_what_is_noisy(before, after, noisy, throttle, clock):
+    found = summarize([1.0], before, after)
+    assert (found.noisy, found.throttle, found.sm_clock_mhz) == (noisy, throttle, clock)
+
+
+class Nvml:
+    """What pynvml says of one GPU."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, mask=0, pids=(), clock=1980):
+        self.mask, self.pids, self.clock = mask, pids, clock
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert uuid == b"GPU-1234"
+        return "handle"
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return self.clock
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
+        return self.mask
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [type("Process", (), {"pid": pid}) for pid in self.pids]
+
+
+@pytest.mark.parametrize(
+    ("mask", "others", "throttle", "noisy"),
+    [
+        (0x0, [], "", ""),
+        # Idle, and limits set by the user: no trouble.
+        (0x1, [], "", ""),
+        (0x4, [], "power cap", ""),
+        (0x8, [], "hardware slowdown", "hardware slowdown"),
+        (0x20, [], "thermal slowdown (software)", "thermal slowdown (software)"),
+        (0x44, [], "thermal slowdown (hardware), power cap", "thermal slowdown (hardware)"),
+        (0x80, [], "power brake", "power brake"),
+        (0x4, [1, 2], "power cap", "2 other processes on the GPU"),
+        (0x8, [1], "hardware slowdown", "hardware slowdown, 1 other processes on the GPU"),
+    ],
+)
+def test_what_the_driver_says(monkeypatch, mask, others, throttle, noisy):
+    import os
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(mask, [os.getpid(), *others]))
+    properties = type("Properties", (), {"uuid": "1234"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert gpu_state() == GpuState(sm_clock_mhz=1980, throttle=throttle, noisy=noisy)
+
+
+def test_without_nvml_nothing_is_known(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_state() == GpuState(sm_clock_mhz=None, throttle="", noisy="")
+
+
+def test_bench_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"^no GPU is visible to torch: "):
+        bench_problem(PROBLEM)
+
+
+def test_an_unknown_implementation():
+    q = torch.zeros(1, 2, 16, 64)
+    with pytest.raises(ValueError, match=r"^unknown implementation 'fa4': known are autoflash, "):
+        implementation("fa4", PROBLEM, q, q, q)
+    assert "autoflash" in PEERS
+
+
+def test_autoflash_is_an_implementation():
+    from autoflash.reference import attention_forward
+    from autoflash.tuning.check import make_inputs
+
+    q, k, v = make_inputs(PROBLEM, "cpu")
+    expected, _ = attention_forward(q, k, v, causal=False, scale=0.125)
+    assert torch.equal(implementation("autoflash", PROBLEM, q, k, v)(), expected)

@@ -1,0 +1,201 @@
+"""Tuning for a GPU that isn't here, with Triton's real compilers: ranked, and never called measured."""
+
+import dataclasses
+
+import pytest
+
+from autoflash.kernels.kernel import ALIGNED
+from autoflash.problem import Bucket, Problem
+from autoflash.runtime.choose import choose
+from autoflash.settings import settings
+from autoflash.store.record import Measurement, TrialStatus
+from autoflash.store.store import Store
+from autoflash.target import named_target
+from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.offline import predict, tune_offline
+from autoflash.tuning.resources import Resources
+from autoflash.tuning.runner import LiveRunner, RecordedRunner
+from autoflash.tuning.tune import Budget, Listener, tune
+
+H100 = named_target("h100")
+PROBLEM = Problem(
+    batch=1, heads=2, kv_heads=2, seqlen_q=32, seqlen_k=32, head_dim=64, head_dim_v=64,
+    dtype="float16",
+)  # fmt: skip
+AMPLE = Budget(seconds=600, trials=None)
+
+
+class Counting(Listener):
+    def __init__(self):
+        self.events = []
+
+    def started(self, problem, target, space, resumed):
+        self.events.append((problem, target, space, resumed))
+
+    def tried(self, trial, best_ms):
+        self.events.append((trial, best_ms))
+
+    def finished(self, result):
+        self.events.append(result)
+
+
+def test_end_to_end_with_the_real_compilers(monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_WORKERS", "2")
+    listener = Counting()
+    (result,) = tune(PROBLEM, target="h100", trials=3, budget_s=300, listener=listener)
+    assert (result.problem, result.target, result.resumed) == (PROBLEM, H100, 0)
+    assert len(result.trials) == 3
+    assert {t.status for t in result.trials} == {TrialStatus.predicted}
+    for trial in result.trials:
+        assert trial.measurement is None
+        assert trial.predicted_ms > 0
+        assert 24 <= trial.registers <= 255
+        assert 0 < trial.shared_bytes <= H100.shared_memory
+        assert trial.spills == 0
+
+    record = result.record
+    best = min(result.trials, key=lambda t: t.predicted_ms)
+    assert (record.kind, record.config) == ("predicted", best.config)
+    ms = best.predicted_ms
+    assert record.measurement == Measurement(
+        median_ms=ms, p20_ms=ms, p80_ms=ms, repeats=1, method="model", noisy=False
+    )
+    assert result.path.is_file()
+    assert result.path.parent == settings().cache_dir
+
+    store = Store(settings().db_path, read_only=True)
+    assert store.records() == [record]
+    assert store.best(Bucket.of(PROBLEM), H100) == record
+    assert store.neighbours(Bucket.of(dataclasses.replace(PROBLEM, seqlen_k=64)), H100) == []
+    assert sorted(t.config.to_json() for t in store.trials(Bucket.of(PROBLEM), H100)) == sorted(
+        t.config.to_json() for t in result.trials
+    )
+    (_, target, space, resumed), *tried, last = listener.events
+    assert (target, space, resumed, last) == (H100, result.space, 0, result)
+    assert [trial for trial, _ in tried] == result.trials
+
+    choice = choose(PROBLEM, H100, ALIGNED)
+    assert (choice.how, choice.layer, choice.config) == ("predicted", "user", record.config)
+    assert choice.why == "ranked offline by the written model, never timed"
+
+
+def test_a_real_binary_that_spills_is_dropped(lab):
+    """128 registers for accumulators of 256 x (64 + 128) floats on 256 threads: 192 each."""
+    fields = {"BLOCK_M": 256, "BLOCK_N": 128, "num_warps": 8, "num_stages": 1, "LOAD": "pointer"}
+    fields |= {"GROUP_HEADS": 1, "DIAGONAL_FIRST": False, "maxnreg": 128}
+    candidate = Candidate(kernel=lab.kernel, config=lab.kernel.space.parse(fields))
+    problem = dataclasses.replace(PROBLEM, seqlen_q=256, seqlen_k=256)
+    assert "registers" in lab.kernel.space.why_not(candidate.config, problem, H100)
+    with LiveRunner(1, H100) as runner:
+        outcome = runner.compile(problem, candidate).result(timeout=180)
+        assert outcome.status is TrialStatus.ok
+        assert outcome.resources.registers <= 128
+        assert outcome.resources.spills > 0
+        trial = predict(problem, runner, candidate, outcome)
+    assert trial.status is TrialStatus.out_of_resources
+    assert trial.reason == f"spills {outcome.resources.spills} bytes of registers per thread"
+    assert trial.predicted_ms is None
+
+
+# --- with recorded compilations
+
+
+def test_a_prediction_is_the_models_time_for_the_real_resources(lab):
+    runner = RecordedRunner(lab.a100, lab.versions, [])
+    candidate = lab.candidates()[0]
+    resources = Resources(shared_bytes=70_000, registers=168, spills=0)
+    outcome = Outcome(status=TrialStatus.ok, resources=resources)
+    trial = predict(lab.problem, runner, candidate, outcome)
+    threads = 32 * candidate.config.integer("num_warps")
+    blocks = resources.blocks_per_sm(threads, lab.a100)
+    expected = lab.kernel.estimate_ms(lab.problem, candidate.config, lab.a100, blocks)
+    assert (trial.status, trial.predicted_ms) == (TrialStatus.predicted, expected)
+    assert (trial.shared_bytes, trial.registers, trial.spills) == (70_000, 168, 0)
+
+
+@pytest.mark.parametrize("status", [TrialStatus.compile_error, TrialStatus.timeout])
+def test_what_did_not_compile_is_dropped_with_its_reason(lab, status):
+    runner = RecordedRunner(lab.a100, lab.versions, [])
+    outcome = Outcome(status=status, reason="ptxas died")
+    trial = predict(lab.problem, runner, lab.candidates()[0], outcome)
+    assert (trial.status, trial.reason, trial.predicted_ms) == (status, "ptxas died", None)
+
+
+def test_dropped_candidates_have_reasons_and_never_win(lab, store):
+    statuses = {
+        place: (TrialStatus.compile_error, TrialStatus.out_of_resources)[place % 2]
+        for place in range(0, 24, 3)
+    }
+    recorded = lab.trials(statuses)
+    spilling = [
+        dataclasses.replace(t, spills=16) if i % 3 == 1 else t for i, t in enumerate(recorded)
+    ]
+    runner = lab.runner(spilling)
+    result = tune_offline(lab.problem, runner, store, AMPLE, Listener())
+    stored = {t.config: t for t in store.trials(Bucket.of(lab.problem), lab.a100)}
+    assert len(stored) == 24
+    for place, trial in enumerate(spilling):
+        found = stored[trial.config]
+        if place in statuses:
+            assert (found.status, found.reason) == (trial.status, trial.reason)
+            assert found.reason.startswith("made up: ")
+        elif place % 3 == 1:
+            assert found.status is TrialStatus.out_of_resources
+            assert found.reason == "spills 16 bytes of registers per thread"
+        else:
+            assert found.status is TrialStatus.predicted
+    survivors = [t for t in stored.values() if t.predicted_ms is not None]
+    assert len(survivors) == 8
+    assert result.record.measurement.median_ms == min(t.predicted_ms for t in survivors)
+
+
+def test_the_models_first_ones_are_compiled(lab, store):
+    runner = lab.runner(lab.trials())
+    budget = Budget(seconds=600, trials=4)
+    result = tune_offline(lab.problem, runner, store, budget, Listener())
+    assert runner.asked == lab.candidates()[:4]
+    assert (len(result.trials), result.space) == (4, 24)
+
+
+def test_at_most_24_unless_told_otherwise(lab, store):
+    problem = dataclasses.replace(lab.problem, seqlen_q=128, seqlen_k=128, causal=False)
+    runner = lab.runner(lab.trials(problem=problem))
+    result = tune_offline(problem, runner, store, AMPLE, Listener())
+    assert len(runner.asked) == len(result.trials) == 24
+
+
+def test_nothing_survives(lab, store):
+    recorded = lab.trials(dict.fromkeys(range(24), TrialStatus.compile_error))
+    result = tune_offline(lab.problem, lab.runner(recorded), store, AMPLE, Listener())
+    assert (result.record, result.path, len(result.trials)) == (None, None, 24)
+    assert store.records() == []
+
+
+def test_an_interruption_keeps_what_was_ranked(lab, store):
+    class Interrupted(RecordedRunner):
+        def compile(self, problem, candidate):
+            if len(self.asked) == 5:
+                raise KeyboardInterrupt
+            return super().compile(problem, candidate)
+
+    runner = lab.runner(lab.trials(), Interrupted)
+    result = tune_offline(lab.problem, runner, store, AMPLE, Listener())
+    assert result.interrupted is True
+    assert len(result.trials) == 4
+    assert result.record.config == min(result.trials, key=lambda t: t.predicted_ms).config
+    assert store.records() == [result.record]
+
+
+def test_a_prediction_never_hides_a_measurement(lab, store):
+    from autoflash.tuning.tune import tune_one
+
+    recorded = lab.trials()
+    measured = tune_one(lab.problem, lab.runner(recorded), store, AMPLE, Listener()).record
+    predicted = tune_offline(lab.problem, lab.runner(recorded), store, AMPLE, Listener()).record
+    assert len(store.records()) == 2
+    assert store.best(Bucket.of(lab.problem), lab.a100) == measured
+    assert predicted.kind == "predicted"
+    # Nor do its trials stand in for timed ones.
+    runner = lab.runner(recorded)
+    again = tune_one(lab.problem, runner, store, AMPLE, Listener())
+    assert (again.resumed, runner.asked) == (24, [])
