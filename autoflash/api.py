@@ -151,7 +151,7 @@ def explain(
     Compiles and launches nothing. Raises like ``attention``.
     """
     from autoflash.runtime.choose import choose, tune_command
-    from autoflash.runtime.inputs import access_of, check_tensors, problem_of
+    from autoflash.runtime.inputs import access_of, check_tensors, output_like, problem_of
     from autoflash.target import current_target
 
     _check_others(others)
@@ -168,10 +168,9 @@ def explain(
         )  # fmt: skip
     from autoflash.codegen.render import render
     from autoflash.codegen.source_cache import emit
-    from autoflash.runtime.dispatch import output_like
 
     target = current_target(q.device)
-    choice = choose(problem, target, access_of(q, k, v, output_like(q, v, bshd), bshd))
+    choice = choose(problem, target, access_of(q, k, v, output_like(q, v, "meta"), bshd))
     return Explanation(
         problem=problem.label(),
         target=target.name,

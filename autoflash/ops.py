@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autoflash.reference import attention_backward, attention_forward
-from autoflash.runtime.dispatch import attention_fwd, lse_shape, output_like
-from autoflash.runtime.inputs import check_tensors
+from autoflash.runtime.dispatch import attention_fwd
+from autoflash.runtime.inputs import check_tensors, lse_shape, output_like
 
 _library = torch.library.Library("autoflash", "DEF")
 _library.define(
@@ -39,7 +39,7 @@ def _attention_fwd_cpu(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
     check_tensors(q, k, v, bshd)
-    out = output_like(q, v, bshd)
+    out = output_like(q, v)
     inputs = [x.transpose(1, 2) if bshd else x for x in (q, k, v)]
     result, lse = attention_forward(*inputs, causal=causal, scale=scale)
     out.copy_(result.transpose(1, 2) if bshd else result)
@@ -53,7 +53,7 @@ def _attention_fwd_fake(
     check_tensors(q, k, v, bshd)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(lse_shape(q, bshd) if return_lse else (0,), dtype=dtype)
-    return output_like(q, v, bshd), lse
+    return output_like(q, v), lse
 
 
 def attention_bwd(

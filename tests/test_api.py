@@ -77,15 +77,26 @@ def test_without_lse_the_output_comes_alone():
     assert torch.equal(alone, attention(q, k, v, deterministic=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes(dtype):
-    q, k, v = make(dtype=dtype)
-    out, lse = attention(q, k, v, causal=True, return_lse=True)
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    expected, expected_lse = dense(q, k, v, True)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), expected, rtol=eps, atol=max(eps / 4, 1e-14))
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    ("dtype", "lse_dtype"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_dtypes(dtype, lse_dtype, layout):
+    q, k, v = make(dtype=dtype, layout=layout)
+    out, lse = attention(q, k, v, causal=True, return_lse=True, layout=layout)
+    assert (out.dtype, lse.dtype) == (dtype, lse_dtype)
+    expected, expected_lse = dense(*(bhsd(x, layout) for x in (q, k, v)), True)
+    eps = max(torch.finfo(dtype).eps, 1e-14)
+    torch.testing.assert_close(bhsd(out, layout).double(), expected, rtol=eps, atol=eps / 4)
+    lse_eps = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=lse_eps, atol=lse_eps)
+    empty = torch.ops.autoflash.attention_fwd(q, k, v, 1.0, True, layout == "bshd", False)[1]
+    assert (empty.shape, empty.dtype) == ((0,), lse_dtype)
 
 
 def test_causal_is_bottom_right():
@@ -177,11 +188,12 @@ def test_gradcheck(causal, rows, keys, scale, layout):
                   layout=layout)  # fmt: skip
     leaves = [x.requires_grad_() for x in leaves]
 
-    def out(q, k, v):
-        return attention(q, k, v, causal=causal, scale=scale, layout=layout)
+    def both(q, k, v):
+        out, lse = attention(q, k, v, causal=causal, scale=scale, layout=layout, return_lse=True)
+        # Of rows that see no key the LSE is no number: numerically it has no derivative.
+        return out, lse[:, :, max(0, rows - keys) if causal else 0 :]
 
-    # The LSE that the gradient starts from is fp32.
-    assert torch.autograd.gradcheck(out, leaves, atol=2e-6, rtol=1e-5)
+    assert torch.autograd.gradcheck(both, leaves)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -194,7 +206,7 @@ def test_gradient_through_the_lse(keys, causal):
         return (out * out).sum() + torch.where(lse == -math.inf, 0.0, lse * weights).sum()
 
     out, lse = attention(*leaves, causal=causal, return_lse=True)
-    grads = torch.autograd.grad(loss(out, lse.double()), leaves)
+    grads = torch.autograd.grad(loss(out, lse), leaves)
     if causal and keys < 7:
         # Through a softmax of nothing but -inf autograd gives NaN: leave those rows out.
         q, k, v = leaves
@@ -204,7 +216,7 @@ def test_gradient_through_the_lse(keys, causal):
     else:
         expected = loss(*dense(*leaves, causal))
     for grad, exact in zip(grads, torch.autograd.grad(expected, leaves), strict=True):
-        torch.testing.assert_close(grad, exact, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(grad, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_gradient_through_the_lse_alone():
@@ -213,8 +225,8 @@ def test_gradient_through_the_lse_alone():
     dq, dk, dv = torch.autograd.grad(lse.sum(), leaves)
     q, k, v = leaves
     expected = torch.autograd.grad(dense(q, k, v)[1].sum(), (q, k))
-    torch.testing.assert_close(dq, expected[0], rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(dk, expected[1], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(dq, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dk, expected[1], rtol=1e-12, atol=1e-12)
     assert torch.equal(dv, torch.zeros_like(v))
 
 
@@ -224,7 +236,7 @@ def test_one_leaf_is_enough(which):
     leaf = tensors[which].requires_grad_()
     attention(*tensors).square().sum().backward()
     (expected,) = torch.autograd.grad(dense(*tensors)[0].square().sum(), leaf)
-    torch.testing.assert_close(leaf.grad, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
     assert [x.grad is None for x in tensors] == [index != which for index in range(3)]
 
 
@@ -241,7 +253,53 @@ def test_self_attention_of_one_tensor():
     x = make(heads=2, kv_heads=2, keys=7, dim_v=16, dtype=torch.float64)[0].requires_grad_()
     (grad,) = torch.autograd.grad(attention(x, x, x, causal=True).square().sum(), x)
     (expected,) = torch.autograd.grad(dense(x, x, x, True)[0].square().sum(), x)
-    torch.testing.assert_close(grad, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_second_derivatives(causal, layout):
+    leaves = make(batch=1, heads=2, kv_heads=1, rows=3, keys=4, dim=3, dim_v=2,
+                  dtype=torch.float64, layout=layout)  # fmt: skip
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def out(q, k, v):
+        return attention(q, k, v, causal=causal, layout=layout)
+
+    assert torch.autograd.gradgradcheck(out, leaves)
+
+
+# --- what the mask hides
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["k", "v", "both"])
+def test_what_the_mask_hides_does_not_count(which, value):
+    """Row 3 of 7 is the last to look at keys 0 to 7 of 11: spoil the rest."""
+    q, k, v = make(dtype=torch.float64)
+    clean, clean_lse = attention(q, k, v, causal=True, return_lse=True)
+    if which != "v":
+        k[:, :, 8:] = value
+    if which != "k":
+        v[:, :, 8:] = value
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out[:, :, :4], clean[:, :, :4])
+    assert torch.equal(lse[:, :, :4], clean_lse[:, :, :4])
+    # The rows below see it.
+    assert not bool(torch.isfinite(out[:, :, 4:]).all())
+
+
+@pytest.mark.parametrize("which", ["k", "v", "both"])
+def test_what_the_mask_hides_has_no_part_in_dq(which):
+    tensors = make(dtype=torch.float64)
+    clean = [x.clone().requires_grad_() for x in tensors]
+    (expected,) = torch.autograd.grad(attention(*clean, causal=True).square().sum(), clean[0])
+    for x in {"k": tensors[1:2], "v": tensors[2:], "both": tensors[1:]}[which]:
+        x[:, :, 8:] = math.nan
+    leaves = [x.requires_grad_() for x in tensors]
+    (dq,) = torch.autograd.grad(attention(*leaves, causal=True).square().sum(), leaves[0])
+    torch.testing.assert_close(dq[:, :, :4], expected[:, :, :4], rtol=1e-12, atol=1e-12)
+    assert bool(torch.isnan(dq[:, :, 4:]).all())
 
 
 # --- refusals: before anything runs

@@ -75,6 +75,16 @@ def test_opcheck_dtypes(dtype):
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("bshd", [False, True])
+@pytest.mark.parametrize("view", [contiguous, swapped], ids=lambda view: view.__name__)
+def test_opcheck_backward(view, bshd):
+    q, k, v = tensors(view, bshd, rows=33, keys=47, dim=24, dim_v=16)
+    out, lse = OP(q, k, v, 0.2, True, bshd, True)
+    arguments = (out.cos(), lse.cos(), q, k, v, out, lse, 0.2, True, bshd)
+    results = torch.library.opcheck(torch.ops.autoflash.attention_bwd.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("sizes", [{"rows": 0}, {"keys": 0}, {"rows": 1, "keys": 1}], ids=str)
 def test_opcheck_odd_sizes(sizes):
     q, k, v = tensors(contiguous, False, **sizes)
@@ -184,6 +194,18 @@ def test_compiled_gradients_equal_eager(view, layout, causal):
     for found, expected in zip(traced, eager, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         assert found.stride() == expected.stride()
+
+
+def test_compiled_gradient_of_self_attention():
+    def run(x):
+        return attention(x, x, x, causal=True)
+
+    leaf = randn(2, 4, 9, 16).requires_grad_()
+    grads = [
+        torch.autograd.grad(function(leaf).square().sum(), leaf)[0]
+        for function in (run, compiled(run))
+    ]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-7)
 
 
 def test_compiled_once_for_many_lengths():

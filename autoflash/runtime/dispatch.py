@@ -21,7 +21,9 @@ from autoflash.runtime.choose import Choice, choose, default_choice, tune_comman
 from autoflash.runtime.inputs import (
     access_of,
     check_tensors,
-    output_strides,
+    has_contiguous_rows,
+    lse_shape,
+    output_like,
     problem_of,
     strides_of,
 )
@@ -66,11 +68,13 @@ def attention_fwd(
     plan = _plans.get(key)
     if plan is None:
         check_tensors(q, k, v, bshd)
-        if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        if not all(map(has_contiguous_rows, (q, k, v))):
             # Rows must be contiguous; the last dimension's stride is in the key.
-            q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+            q, k, v = (x if has_contiguous_rows(x) else x.contiguous() for x in (q, k, v))
             return attention_fwd(q, k, v, scale, causal, bshd, return_lse)
-        plan = _plan(key, q, k, v, scale, causal, bshd, return_lse)
+        # One thread at a time: first misses import modules and compile.
+        with _lock:
+            plan = _plans.get(key) or _plan(key, q, k, v, scale, causal, bshd, return_lse)
     if plan.like_q:
         out = torch.empty_like(q)
     else:
@@ -96,23 +100,13 @@ def forget() -> None:
         _logged.clear()
 
 
-def output_like(q: Tensor, v: Tensor, bshd: bool) -> Tensor:
-    """An uninitialised out for q and v: the real and the fake kernel allocate alike."""
-    shape, strides = output_strides(q, v.shape[3], bshd)
-    return torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
-
-
-def lse_shape(q: Tensor, bshd: bool) -> tuple[int, ...]:
-    """[batch, heads, seqlen_q]."""
-    return (q.shape[0], q.shape[2], q.shape[1]) if bshd else (q.shape[0], q.shape[1], q.shape[2])
-
-
 def _plan(
     key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool,
     return_lse: bool,
 ) -> Plan:  # fmt: skip
     problem = problem_of(q, k, v, causal=causal, bshd=bshd)
-    out = output_like(q, v, bshd)
+    # Strides alone are asked of it: allocating it here could double a large call's memory.
+    out = output_like(q, v, device="meta")
     run = None
     with torch.cuda.device(q.device):
         if problem.batch and problem.seqlen_q and problem.seqlen_k:
@@ -127,13 +121,12 @@ def _plan(
         device=q.device.index,
         out_shape=tuple(out.shape),
         out_strides=tuple(out.stride()),
-        like_q=torch.empty_like(q).stride() == out.stride() and out.shape == q.shape,
+        like_q=torch.empty_like(q, device="meta").stride() == out.stride() and out.shape == q.shape,
         lse_shape=lse_shape(q, bshd),
     )
-    with _lock:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
     return plan
 
 
@@ -157,16 +150,15 @@ def _launcher(choice: Choice, problem: Problem, target: Target, access: Access, 
 
     static = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
     key = (choice.kernel.name, choice.config, static, access.aligned, device)
-    with _lock:
-        launcher = _launchers.get(key)
-        if launcher is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise AutoFlashError(
-                    f"{problem.label()} was never run before this CUDA graph capture, and its "
-                    "kernel can't be loaded while capturing: call it once before the capture"
-                )
-            launcher = Launcher(choice.kernel, problem, choice.config, access, target)
-            _launchers[key] = launcher
+    launcher = _launchers.get(key)
+    if launcher is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise AutoFlashError(
+                f"{problem.label()} was never run before this CUDA graph capture, and its "
+                "kernel can't be loaded while capturing: call it once before the capture"
+            )
+        launcher = Launcher(choice.kernel, problem, choice.config, access, target)
+        _launchers[key] = launcher
     return launcher
 
 

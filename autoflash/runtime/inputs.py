@@ -93,15 +93,27 @@ def access_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, bshd: bool) -> Acces
     return Access(aligned=aligned, tma=aligned and tma)
 
 
-def output_strides(
-    q: Tensor, head_dim_v: int, bshd: bool
-) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Shape and strides of out: dense, with heads and rows in memory in the order they have in q.
+def has_contiguous_rows(x: Tensor) -> bool:
+    """Whether the last dimension lies densely, as the kernels need."""
+    return x.stride(3) == 1 or x.shape[3] == 1
 
-    So q = x.view(B, S, H, D).transpose(1, 2) gives an out that transposes back without a copy.
+
+def output_like(q: Tensor, v: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """An uninitialised out for q and v: the real and the fake kernel allocate alike.
+
+    Dense, with heads and rows in memory in the order they have in q. So
+    q = x.view(B, S, H, D).transpose(1, 2) gives an out that transposes back without a copy.
     """
-    batch, one, two = q.shape[0], q.shape[1], q.shape[2]
-    shape = (batch, one, two, head_dim_v)
-    if q.stride(1) < q.stride(2):
-        return shape, (one * two * head_dim_v, head_dim_v, one * head_dim_v, 1)
-    return shape, (one * two * head_dim_v, two * head_dim_v, head_dim_v, 1)
+    batch, one, two, dim = *q.shape[:3], v.shape[3]
+    inner = (dim, one * dim) if q.stride(1) < q.stride(2) else (two * dim, dim)
+    return torch.empty_strided(
+        (batch, one, two, dim),
+        (one * two * dim, *inner, 1),
+        dtype=q.dtype,
+        device=device or q.device,
+    )
+
+
+def lse_shape(q: Tensor, bshd: bool) -> tuple[int, ...]:
+    """[batch, heads, seqlen_q]."""
+    return (q.shape[0], q.shape[2], q.shape[1]) if bshd else (q.shape[0], q.shape[1], q.shape[2])

@@ -7,11 +7,15 @@ arguments; from 3.7 on there is a general one, which takes a tuple.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+_thread = threading.local()
 
 # (programs, stream, arguments with the constexprs in their places)
 Launch = Callable[[int, int, Sequence[Any]], None]
@@ -72,10 +76,21 @@ def encode_descriptor(
         return [descriptor]
     from triton.backends.nvidia import driver
 
+    _bind_context()
     metadata = compiled.metadata.tensordesc_meta
     encode = driver.make_tensordesc_arg
     extra = [None] * (len(inspect.signature(encode).parameters) - 2)
     return list(encode(descriptor, metadata[index] if metadata else None, *extra))
+
+
+def _bind_context() -> None:
+    """Make the device's CUDA context current in this thread: encoding a descriptor fails without.
+
+    A thread that has only been handed tensors has none; launching binds it, encoding doesn't.
+    """
+    if not getattr(_thread, "bound", False):
+        torch.cuda.mem_get_info()
+        _thread.bound = True
 
 
 def takes_encoded(compiled: CompiledKernel) -> bool:

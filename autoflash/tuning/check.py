@@ -9,8 +9,7 @@ from torch import Tensor
 from autoflash.kernels.kernel import Call
 from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
-from autoflash.runtime.dispatch import output_like
-from autoflash.runtime.inputs import strides_of
+from autoflash.runtime.inputs import output_like, strides_of
 from autoflash.runtime.launcher import BoundLauncher, Launcher
 
 # Lengths of the ragged checks: not multiples of any tile, more than two of the largest.
@@ -83,7 +82,7 @@ def run_poisoned(launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: 
     Tensor, Tensor
 ]:  # fmt: skip
     """out and LSE of one launch into buffers full of NaN."""
-    out = output_like(q, v, bshd=False).fill_(math.nan)
+    out = output_like(q, v).fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device)
     bind(launcher, problem, q, k, v, out)(_stream(), _addresses(q, k, v, out, lse))
     torch.cuda.synchronize()
@@ -118,7 +117,7 @@ class FullProblem:
     def __init__(self, problem: Problem, device: str = "cuda") -> None:
         self.problem = problem
         self.q, self.k, self.v = make_inputs(problem, device)
-        self.out = output_like(self.q, self.v, bshd=False)
+        self.out = output_like(self.q, self.v)
         self.lse = torch.empty(self.q.shape[:3], device=device)
         self._case = self._last_rows()
 

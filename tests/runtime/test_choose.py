@@ -142,8 +142,9 @@ def test_tma_gives_way_to_pointers(store, access):
     store.add_record(record(tma))
     assert told(choose(PROBLEM, H200, ALIGNED))[0] == tma
     choice = choose(PROBLEM, H200, access)
+    assert choice.config["LOAD"] == "pointer"
     assert told(choice) == (
-        TUNED,
+        KERNEL.adapt(tma, access),
         "tuned",
         "user",
         "tuned on this target, 1.2500 ms; its load path was changed, "
@@ -163,7 +164,8 @@ def test_the_default_is_adapted_too(monkeypatch):
     monkeypatch.setattr(type(KERNEL), "default", lambda self, problem, target: tma)
     assert default_choice(KERNEL, PROBLEM, H200, ALIGNED, "so").config == tma
     found = default_choice(KERNEL, PROBLEM, H200, UNALIGNED, "so")
-    assert (found.config, found.why) == (but(DEFAULT, LOAD="pointer"), "so")
+    assert (found.config, found.how, found.why) == (KERNEL.adapt(tma, UNALIGNED), "default", "so")
+    assert found.config["LOAD"] == "pointer"
 
 
 # --- records that don't fit
@@ -243,7 +245,8 @@ def test_lock_refuses_what_is_not_exact(store, monkeypatch, kind):
 def test_lock_keeps_a_record_whose_load_path_was_changed(store, monkeypatch):
     monkeypatch.setenv("AUTOFLASH_MODE", "lock")
     store.add_record(record(but(TUNED, LOAD="tma")))
-    assert choose(PROBLEM, H200, UNALIGNED).config == TUNED
+    choice = choose(PROBLEM, H200, UNALIGNED)
+    assert (choice.how, choice.config["LOAD"]) == ("tuned", "pointer")
 
 
 def test_an_unknown_mode(monkeypatch):

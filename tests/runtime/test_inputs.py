@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels.kernel import Access
 from autoflash.problem import Problem
-from autoflash.runtime.dispatch import lse_shape, output_like
 from autoflash.runtime.inputs import (
     access_of,
     check_tensors,
-    output_strides,
+    lse_shape,
+    output_like,
     problem_of,
     strides_of,
 )
@@ -180,9 +180,8 @@ def test_problem_of(bshd):
 )
 def test_output_strides(strides, expected):
     q = torch.empty_strided((2, 4, 5, 32), strides)
-    assert output_strides(q, 16, False) == ((2, 4, 5, 16), expected)
     v = torch.zeros(2, 4, 5, 16)
-    out = output_like(q, v, False)
+    out = output_like(q, v)
     assert (out.shape, out.stride(), out.dtype) == ((2, 4, 5, 16), expected, torch.float32)
 
 
@@ -193,8 +192,8 @@ def test_output_strides(strides, expected):
 def test_out_is_always_dense(order, sizes, dim_v):
     q = torch.empty(*(sizes[i] for i in order), 8).permute(*(order.index(i) for i in range(3)), 3)
     assert q.shape[:3] == sizes
-    shape, strides = output_strides(q, dim_v, False)
-    out = torch.empty_strided(shape, strides)
+    out = output_like(q, torch.empty(*sizes, dim_v))
+    assert out.shape == (*sizes, dim_v)
     assert torch.unique(offsets(out)).numel() == out.numel()
     assert offsets(out).max().item() == out.numel() - 1
 
