@@ -115,7 +115,8 @@ class DifferentiableAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         tensors = (dout, dlse, *ctx.saved_tensors)
-        if torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+        if traced or dout.is_meta:
             grads = torch.ops.autoflash.attention_bwd(*tensors, *ctx.options)
         else:
             # Plain torch, so that it can be differentiated once more.
