@@ -15,7 +15,7 @@ from rich.text import Text
 from autoflash.problem import Problem
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.target import Target
-from autoflash.tuning.tune import Listener, TuneResult
+from autoflash.tuning.tune import Listener, StudyPlan, TuneResult
 
 if TYPE_CHECKING:
     from autoflash.diagnosis import Finding
@@ -32,12 +32,12 @@ class ProgressListener(Listener):
         self._begin = time.monotonic()
         self._counts: dict[str, int] = {}
         self._title = ""
-        self._space = 0
+        self._plan = StudyPlan(space=0, resumed=0, most=0, seconds=0.0)
 
-    def started(self, problem: Problem, target: Target, space: int, resumed: int) -> None:
+    def started(self, problem: Problem, target: Target, plan: StudyPlan) -> None:
         self._title = f"{problem.label()} on {target.name}"
-        self._space = space
-        self._counts = {"resumed": resumed} if resumed else {}
+        self._plan = plan
+        self._counts = {}
         self._begin = time.monotonic()
         self._show(None)
 
@@ -52,14 +52,15 @@ class ProgressListener(Listener):
     def _show(self, best_ms: float | None) -> None:
         if self._live is None:
             return
-        tried = sum(self._counts.values())
+        plan, tried = self._plan, sum(self._counts.values())
         counts = ", ".join(f"{count} {status}" for status, count in self._counts.items())
         seconds = time.monotonic() - self._begin
-        best = f"best {best_ms:.4f} ms" if best_ms is not None else "no time yet"
-        rest = f"{seconds:.0f} s, {tried} of {self._space} configs ({counts or 'starting'})"
+        left = max(0.0, plan.seconds - seconds)
         if tried:
-            left = seconds / tried * (self._space - tried)
-            rest += f", the whole space would take {left:.0f} s more"
+            left = min(left, seconds / tried * (plan.most - tried))
+        best = f"best {best_ms:.4f} ms" if best_ms is not None else "no time yet"
+        resumed = f", {plan.resumed} resumed" if plan.resumed else ""
+        rest = f"{tried} of {plan.most} ({counts or 'starting'}{resumed}), ETA {left:.0f} s"
         self._live.update(Text(f"{self._title}\n  {best}; {rest}"))
 
     def __enter__(self) -> "ProgressListener":

@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 HERE = Path(__file__).parent
 GPU_TESTS = HERE / "gpu"
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("autoflash", deadline=None)
+settings.load_profile("autoflash")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,9 @@ def dense(q, k, v, causal=False, scale=None):
     """out and LSE in fp64, all scores at once; bhsd."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), *(x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
     if causal:
         offset = k.shape[2] - q.shape[2]
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(offset + 1)

@@ -1,8 +1,6 @@
 """torch.ops.autoflash under torch's own checks: schema, fake kernel, tracing, compiling."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -132,7 +130,7 @@ def expanded_meta(x):
 
 def test_meta_tensors_have_gradients():
     leaves = [x.to("meta").requires_grad_() for x in tensors(contiguous, False)]
-    out, lse = attention(*leaves, causal=True, return_lse=True)
+    out, lse = attention(*leaves, return_lse=True)
     assert (out.device.type, out.shape, lse.shape) == ("meta", (2, 4, 196, 40), (2, 4, 196))
     grads = torch.autograd.grad(out.sum() + lse.sum(), leaves)
     assert [grad.shape for grad in grads] == [x.shape for x in leaves]
@@ -289,21 +287,3 @@ def test_the_lse_is_finite_where_a_key_is_seen():
     q, k, v = tensors(contiguous, False, rows=6, keys=4)
     _, lse = OP(q, k, v, 0.1, True, False, True)
     assert torch.equal(lse == -math.inf, (torch.arange(6) < 2).expand(2, 4, 6))
-
-
-def test_importing_is_light():
-    """No GPU, no file, no database; none of the heavy modules."""
-    code = (
-        "import sys, autoflash, torch\n"
-        "heavy = ('optuna', 'jinja2', 'sqlalchemy', 'alembic', 'typer', 'rich', 'yaml')\n"
-        "assert not [m for m in heavy if m in sys.modules], sys.modules.keys()\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "q = torch.ones(1, 1, 2, 4)\n"
-        "print(autoflash.attention(q, q, q).sum().item())\n"
-        "assert not [m for m in heavy if m in sys.modules], sys.modules.keys()\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout == "8.0\n"

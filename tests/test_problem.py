@@ -82,9 +82,7 @@ def test_heads_must_be_a_multiple_of_kv_heads():
 def test_a_problem_takes_canonical_dtypes_only(dtype):
     with pytest.raises(InvalidInputError) as caught:
         problem(dtype=dtype)
-    assert str(caught.value) == (
-        f"dtype={dtype!r}: must be one of float16, bfloat16, float32"
-    )
+    assert str(caught.value) == (f"dtype={dtype!r}: must be one of float16, bfloat16, float32")
 
 
 @pytest.mark.parametrize("causal", [1, 0, None, "true"])
@@ -181,14 +179,13 @@ def test_parse_length(value, expected):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "k", "-4k", "4.5k", "4kk", "4 k", "1e3", "٣", "²", True, 4.0, None, "9" * 13, "4g"]
+    "value",
+    ["", "k", "-4k", "4.5k", "4kk", "4 k", "1e3", "٣", "²", True, 4.0, None, "9" * 13, "4g"],
 )
 def test_parse_length_refuses(value):
     with pytest.raises(InvalidInputError) as caught:
         parse_length("seqlen_q", value)
-    assert str(caught.value) == (
-        f"seqlen_q={value!r}: must be a whole number such as 4096 or 4k"
-    )
+    assert str(caught.value) == (f"seqlen_q={value!r}: must be a whole number such as 4096 or 4k")
 
 
 @pytest.mark.parametrize(
@@ -332,9 +329,12 @@ lengths = st.integers(min_value=0, max_value=1 << 20)
 buckets = st.builds(
     lambda batch, group, kv_heads, seqlen_q, seqlen_k: Bucket.of(
         problem(
-            batch=batch, heads=group * kv_heads, kv_heads=kv_heads,
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k,
-        )  # fmt: skip
+            batch=batch,
+            heads=group * kv_heads,
+            kv_heads=kv_heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+        )
     ),
     st.integers(min_value=0, max_value=64),
     st.integers(min_value=1, max_value=8),

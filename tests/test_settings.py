@@ -1,6 +1,5 @@
 """Every AUTOFLASH_* variable: its default, its values, its refusals."""
 
-import ast
 import os
 import socket
 from pathlib import Path
@@ -83,9 +82,7 @@ def test_workers_is_a_count(monkeypatch, text):
     monkeypatch.setenv("AUTOFLASH_WORKERS", text)
     with pytest.raises(InvalidInputError) as caught:
         settings()
-    assert str(caught.value) == (
-        f"AUTOFLASH_WORKERS={text!r}: must be a whole number, at least 1"
-    )
+    assert str(caught.value) == (f"AUTOFLASH_WORKERS={text!r}: must be a whole number, at least 1")
 
 
 @pytest.mark.parametrize("url", ["postgresql://host/db", "sqlite:///x.sqlite"])
@@ -113,29 +110,10 @@ def test_tests_run_isolated():
     assert not found.db_path.exists()
 
 
-def reads_of_the_environment(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [
-        ast.unparse(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-    ]
-
-
-def test_the_environment_is_read_in_settings_only():
-    folder = Path(autoflash.__file__).parent
-    found = {
-        path.relative_to(folder).as_posix(): reads
-        for path in folder.rglob("*.py")
-        if (reads := reads_of_the_environment(path))
-    }
-    # The pool hands the whole environment on to its workers.
-    assert set(found) == {"settings.py", "tuning/pool.py"}
-    assert found["tuning/pool.py"] == ["os.environ"]
-
-
 def test_the_table_in_the_docstring_names_every_variable():
     text = Path(autoflash.__file__).parent.joinpath("settings.py").read_text(encoding="utf-8")
     table, code = text.split('"""', 2)[1:]
-    assert [line.split()[1] for line in table.splitlines() if line.startswith("| AUTO")] == VARIABLES
+    assert [
+        line.split()[1] for line in table.splitlines() if line.startswith("| AUTO")
+    ] == VARIABLES
     assert all(f'"{variable}"' in code for variable in VARIABLES)

@@ -13,6 +13,7 @@ from autoflash.tuning.search import ranked
 from autoflash.tuning.tune import (
     Budget,
     Listener,
+    StudyPlan,
     TuneResult,
     emitted_path,
     make_record,
@@ -31,8 +32,10 @@ def tune_offline(
     begin = time.monotonic()
     target = runner.target
     candidates = ranked(kernels_for(problem, target), problem, target)
-    listener.started(problem, target, len(candidates), 0)
-    queue = iter(candidates[: budget.trials or DEFAULT_TRIALS])
+    chosen = candidates[: budget.trials or DEFAULT_TRIALS]
+    plan = StudyPlan(space=len(candidates), resumed=0, most=len(chosen), seconds=budget.seconds)
+    listener.started(problem, target, plan)
+    queue = iter(chosen)
     waiting: dict[Future[Outcome], Candidate] = {}
     trials: list[Trial] = []
     interrupted = False

@@ -27,6 +27,7 @@ DEFAULT_BUDGET_S = 60.0
 _FINALISTS = 5
 _ROUNDS = 7
 _FINALS_S = 4.0
+_GRACE_S = 30.0
 # Finalists within this of the best are ties: the one that needs less of the GPU wins, so that the
 # choice is stable from run to run.
 _TIE = 1.005
@@ -39,8 +40,8 @@ _COMPILE_S = 4.0
 class Listener:
     """Hears of progress; the base class ignores it."""
 
-    def started(self, problem: Problem, target: Target, space: int, resumed: int) -> None:
-        """A study begins: feasible configs, and trials taken over from an earlier run."""
+    def started(self, problem: Problem, target: Target, plan: "StudyPlan") -> None:
+        """A study begins."""
 
     def tried(self, trial: Trial, best_ms: float | None) -> None:
         """A trial ended."""
@@ -61,6 +62,17 @@ class Budget:
             raise InvalidInputError(f"budget of {self.seconds} s: must be more than 0")
         if self.trials is not None and self.trials < 1:
             raise InvalidInputError(f"budget of {self.trials} trials: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """What a study sets out to do: feasible configs, trials taken over from an earlier run, the
+    most that will be tried now, and the seconds that it may take."""
+
+    space: int
+    resumed: int
+    most: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,12 +239,20 @@ class _Study:
         self.search = Search(self.candidates, brute_force=brute_force, first=self._advice())
         for trial in self._past_ok:
             self._replay(trial)
-        self.listener.started(self.problem, self.runner.target, len(self.candidates), self.resumed)
+        unseen = len(self.candidates) - self.resumed
+        plan = StudyPlan(
+            space=len(self.candidates),
+            resumed=self.resumed,
+            most=unseen if limit is None else min(unseen, limit),
+            seconds=budget.seconds,
+        )
+        self.listener.started(self.problem, self.runner.target, plan)
         waiting: dict[Future[Outcome], Candidate] = {}
         depth = 2 * self.runner.workers
         asked = 0
-        while time.monotonic() < deadline:
-            while len(waiting) < depth and (limit is None or asked < limit):
+        while (left := self._seconds_left(deadline)) > 0:
+            may_ask = time.monotonic() < deadline
+            while may_ask and len(waiting) < depth and (limit is None or asked < limit):
                 candidate = self.search.ask()
                 if candidate is None:
                     break
@@ -240,14 +260,16 @@ class _Study:
                 waiting[self.runner.compile(self.problem, candidate)] = candidate
             if not waiting:
                 break
-            left = max(0.0, deadline - time.monotonic())
-            done, _ = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
-            for future in done:
-                if time.monotonic() >= deadline:
-                    break
-                self._finish(waiting.pop(future), future.result())
+            for future in wait(waiting, left, FIRST_COMPLETED).done:
+                if self._seconds_left(deadline) > 0:
+                    self._finish(waiting.pop(future), future.result())
         for future in waiting:
             future.cancel()
+
+    def _seconds_left(self, deadline: float) -> float:
+        # A small budget may end while the workers still start: one candidate is waited for.
+        grace = 0.0 if _timed(self.trials) else _GRACE_S
+        return deadline + grace - time.monotonic()
 
     def conclude(self, *, interleaved: bool) -> TuningRecord | None:
         """Re-time the finalists in turns, store and return the winner's record."""

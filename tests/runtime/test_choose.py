@@ -1,4 +1,4 @@
-"""Which record serves a problem, what happens when none fits, and that nothing there stops a model."""
+"""Which record serves a problem, and what happens when none fits: nothing stops a model."""
 
 import dataclasses
 import logging
@@ -111,8 +111,10 @@ def test_a_sibling_of_the_arch_is_a_neighbour(store):
 
 
 @pytest.mark.parametrize(
-    "change", [{"head_dim": 64}, {"dtype": "float16"}, {"causal": False}, {"seqlen_k": 1 << 20}], ids=str
-)  # fmt: skip
+    "change",
+    [{"head_dim": 64}, {"dtype": "float16"}, {"causal": False}, {"seqlen_k": 1 << 20}],
+    ids=str,
+)
 def test_what_does_not_carry_over(store, change):
     config = but(TUNED, DIAGONAL_FIRST=False)
     store.add_record(record(config, problem=dataclasses.replace(PROBLEM, **change)))

@@ -49,9 +49,15 @@ class Lab:
 
     def measurement(self, ms, *, noisy=False):
         return Measurement(
-            median_ms=ms, p20_ms=ms * 0.9, p80_ms=ms * 1.1, repeats=40, method="events",
-            noisy=noisy, sm_clock_mhz=1410, throttle="2 other processes on the GPU" if noisy else "",
-        )  # fmt: skip
+            median_ms=ms,
+            p20_ms=ms * 0.9,
+            p80_ms=ms * 1.1,
+            repeats=40,
+            method="events",
+            noisy=noisy,
+            sm_clock_mhz=1410,
+            throttle="2 other processes on the GPU" if noisy else "",
+        )
 
     def trial(self, candidate, ms, *, status=TrialStatus.ok, problem=None, **changes):
         problem = problem or self.problem

@@ -1,5 +1,9 @@
 """What is made of samples and of what the driver says; the timing itself needs a GPU."""
 
+import os
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,29 +56,21 @@ def test_the_state_decides_what_is_noisy(before, after, noisy, throttle, clock):
     assert (found.noisy, found.throttle, found.sm_clock_mhz) == (noisy, throttle, clock)
 
 
-class Nvml:
-    """What pynvml says of one GPU."""
+def nvml(mask, pids):
+    """What pynvml says of the one GPU there is."""
 
-    NVML_CLOCK_SM = 1
-
-    def __init__(self, mask=0, pids=(), clock=1980):
-        self.mask, self.pids, self.clock = mask, pids, clock
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
+    def handle_of(uuid):
         assert uuid == b"GPU-1234"
         return "handle"
 
-    def nvmlDeviceGetClockInfo(self, handle, kind):
-        return self.clock
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
-        return self.mask
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        return [type("Process", (), {"pid": pid}) for pid in self.pids]
+    return SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=handle_of,
+        nvmlDeviceGetClockInfo=lambda handle, kind: {("handle", 1): 1980}[handle, kind],
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: mask,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=p) for p in pids],
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,18 +89,13 @@ class Nvml:
     ],
 )
 def test_what_the_driver_says(monkeypatch, mask, others, throttle, noisy):
-    import os
-    import sys
-
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(mask, [os.getpid(), *others]))
-    properties = type("Properties", (), {"uuid": "1234"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(mask, [os.getpid(), *others]))
+    properties = SimpleNamespace(uuid="1234")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     assert gpu_state() == GpuState(sm_clock_mhz=1980, throttle=throttle, noisy=noisy)
 
 
 def test_without_nvml_nothing_is_known(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_state() == GpuState(sm_clock_mhz=None, throttle="", noisy="")
 

@@ -1,4 +1,4 @@
-"""Tuning for a GPU that isn't here, with Triton's real compilers: ranked, and never called measured."""
+"""Tuning for a GPU that isn't here, with Triton's real compilers: ranked, never timed."""
 
 import dataclasses
 

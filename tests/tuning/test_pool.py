@@ -123,7 +123,7 @@ def children():
 # --- the protocol, with a process that starts fast and misbehaves as it is told
 
 
-FAKE = '''#!{python} -SE
+FAKE = """#!{python} -SE
 import json, os, signal, sys, time
 for line in sys.stdin:
     message = json.loads(line)
@@ -145,7 +145,7 @@ for line in sys.stdin:
         os._exit(3)
     elif action == "error":
         print(json.dumps({{"error": "told", "fatal": message["fatal"]}}), flush=True)
-'''
+"""
 
 
 @pytest.fixture

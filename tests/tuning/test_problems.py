@@ -27,9 +27,12 @@ def test_one_mapping_is_one_problem():
 def test_lists_stand_for_each_of_their_values():
     found = expand(
         {
-            "batch": ["1", "8"], "heads": 16, "seqlen": ["1k", "4k"], "head_dim": ("64",),
+            "batch": ["1", "8"],
+            "heads": 16,
+            "seqlen": ["1k", "4k"],
+            "head_dim": ("64",),
             "causal": [False, True],
-        }  # fmt: skip
+        }
     )
     assert found == [
         problem(batch=batch, seqlen_q=length, seqlen_k=length, causal=causal)

@@ -113,14 +113,13 @@ def sample(cases: list[dict], seed: int) -> set[str]:
     """Names of SAMPLE cases that hold all of axes_of: the rarest first, then at random."""
     shuffled = random.Random(seed).sample(cases, len(cases))
     missing = set().union(*(axes_of(case) for case in cases))
-    chosen: dict[str, dict] = {}
+    chosen = set()
     while missing:
         best = max(shuffled, key=lambda case: len(axes_of(case) & missing))
-        chosen[name_of(best)] = best
+        chosen.add(name_of(best))
         missing -= axes_of(best)
-    for case in shuffled[: max(0, SAMPLE - len(chosen))]:
-        chosen[name_of(case)] = case
-    return set(chosen)
+    others = [name_of(case) for case in shuffled if name_of(case) not in chosen]
+    return {*chosen, *others[: max(0, SAMPLE - len(chosen))]}
 
 
 CASES = grid()
