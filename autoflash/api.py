@@ -1,7 +1,7 @@
 """attention() and explain(): documentation and validation, nothing else."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def attention(
     if scale is None:
         scale = _default_scale(q)
     elif not math.isfinite(scale):
-        raise InvalidInputError(f"scale={scale!r}: must be finite")
+        raise _not_finite(scale)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         # torch.compile refuses an autograd.Function that is given one tensor twice.
         k = k.view_as(k) if k is q else k
@@ -110,6 +110,10 @@ def _default_scale(q: Tensor) -> float:
     if head_dim < 1:
         raise InvalidInputError(f"q has shape {tuple(q.shape)}: its last dimension is head_dim")
     return float(head_dim**-0.5)
+
+
+def _not_finite(scale: float) -> InvalidInputError:
+    return InvalidInputError(f"scale={scale!r}: must be finite")
 
 
 def _unserved(**given: Any) -> UnsupportedError:
@@ -161,10 +165,12 @@ def explain(
     check_tensors(q, k, v, bshd)
     problem = problem_of(q, k, v, causal=causal, bshd=bshd)
     if q.device.type != "cuda":
+        # What would be tuned is the 16-bit problem: GPUs are served no other.
+        tunable = problem if q.element_size() == 2 else replace(problem, dtype="bfloat16")
         return Explanation(
             problem=problem.label(), target=q.device.type, kernel="reference", config={},
             how="reference", layer="torch", why="kernels need a GPU", path=None,
-            tune=tune_command(problem) + " --target h100",
+            tune=tune_command(tunable) + " --target h100",
         )  # fmt: skip
     from autoflash.codegen.render import render
     from autoflash.codegen.source_cache import emit
@@ -191,6 +197,8 @@ def _check_others(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in parameters:
             raise InvalidInputError(f"attention() has no argument {name!r}")
+        if name == "scale" and value is not None and not math.isfinite(value):
+            raise _not_finite(value)
         served = name in ("scale", "return_lse", "deterministic")
         if not served and value != parameters[name].default:
             raise _unserved(**{name: value})

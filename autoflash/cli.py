@@ -29,7 +29,7 @@ app = typer.Typer(
 console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
-Text = Annotated[str | None, typer.Option()]
+_INTERRUPTED = 130
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
 StoreOption = Annotated[
     Path | None, typer.Option("--db", help="The store's file; default: AUTOFLASH_DB.")
@@ -39,22 +39,25 @@ StoreOption = Annotated[
 def main() -> NoReturn:
     """Run the command; an AutoFlashError becomes one line and exit code 2, Ctrl-C 130."""
     try:
-        app(standalone_mode=False)
+        # Typer turns Exit, and Ctrl-C into 130, into what it returns.
+        code = app(standalone_mode=False) or 0
     except AutoFlashError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(2)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        errors.print("interrupted; what was found is kept, run again to go on")
-        sys.exit(130)
+        _complain(f"error: {error}")
+        code = 2
     except Exception as error:
         # click's usage errors carry their own message and code; anything else is a bug.
         if not hasattr(error, "exit_code") or not hasattr(error, "show"):
             raise
         error.show()
-        sys.exit(error.exit_code)
-    sys.exit(0)
+        code = error.exit_code
+    if code == _INTERRUPTED:
+        _complain("interrupted; what was found is kept, run again to go on")
+    sys.exit(code)
+
+
+def _complain(text: str) -> None:
+    # Brackets in a path are no markup, and a script reads one line.
+    errors.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

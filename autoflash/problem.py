@@ -70,17 +70,18 @@ class Problem:
             length = values.pop("seqlen")
             values.setdefault("seqlen_q", length)
             values.setdefault("seqlen_k", length)
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in values if name not in known]:
             raise InvalidInputError(
-                f"unknown problem field {unknown[0]!r}: "
-                f"known are {', '.join(sorted(known))} and seqlen"
+                f"unknown problem field {unknown[0]!r}: known are {', '.join(known)} and seqlen"
             )
         values.setdefault("kv_heads", values.get("heads"))
         values.setdefault("head_dim_v", values.get("head_dim"))
         values.setdefault("dtype", "bfloat16")
         values["dtype"] = canonical_dtype(values["dtype"])
-        for name in known - {"dtype", "causal", "op"}:
+        for name in known:
+            if name in ("dtype", "causal", "op"):
+                continue
             if values.get(name) is None:
                 raise InvalidInputError(f"problem field {name!r} is missing")
             values[name] = parse_length(name, values[name])

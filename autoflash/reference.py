@@ -61,8 +61,8 @@ def attention_backward(
         if hidden is not None:
             ds = ds.masked_fill(hidden, 0.0)
         dqs.append(_weighted_sum(ds, kf, hidden).to(q.dtype))
-        dk = dk + _sum_over_group(ds, rows, group)
-        dv = dv + _sum_over_group(p, do, group)
+        dk = dk + _sum_over_group(ds, rows, group, hidden)
+        dv = dv + _sum_over_group(p, do, group, hidden)
     return torch.cat(dqs, dim=2), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -137,11 +137,23 @@ def _weighted_sum(weights: Tensor, rows: Tensor, hidden: Tensor | None) -> Tenso
     return _per_kv_head(weights, rows.masked_fill(bad, 0.0)).masked_fill(sees_bad, math.nan)
 
 
-def _sum_over_group(x: Tensor, y: Tensor, group: int) -> Tensor:
-    """xᵀ @ y summed over the query heads of each key/value head: [B, Hk, keys, dim]."""
-    batch, heads, rows, keys = x.shape
-    shape = (batch, heads // group, group * rows)
-    return x.reshape(*shape, keys).transpose(-1, -2) @ y.reshape(*shape, y.shape[-1])
+def _sum_over_group(x: Tensor, y: Tensor, group: int, hidden: Tensor | None) -> Tensor:
+    """xᵀ @ y summed over the query heads of each key/value head: [B, Hk, keys, dim].
+
+    As in _weighted_sum, a row of y counts only for the keys that it sees.
+    """
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        batch, heads, rows, keys = x.shape
+        shape = (batch, heads // group, group * rows)
+        return x.reshape(*shape, keys).transpose(-1, -2) @ y.reshape(*shape, y.shape[-1])
+
+    bad = ~torch.isfinite(y)
+    if hidden is None or not bool(bad.any()):
+        return product(x, y)
+    seen = (~hidden).to(x.dtype).expand_as(x)
+    sees_bad = product(seen, bad.to(x.dtype)) > 0
+    return product(x, y.masked_fill(bad, 0.0)).masked_fill(sees_bad, math.nan)
 
 
 def _finite(lse: Tensor) -> Tensor:

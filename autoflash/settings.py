@@ -53,7 +53,10 @@ def _path(variable: str) -> Path | None:
         return None
     if "://" in text:
         raise InvalidInputError(f"{variable}={text!r}: give a file path; only SQLite is served yet")
-    return Path(text).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise InvalidInputError(f"{variable}={text!r}: {error}") from error
 
 
 def _default_dir(kind: str) -> Path:
@@ -68,6 +71,6 @@ def _workers() -> int:
     if text is None:
         affinity = getattr(os, "sched_getaffinity", None)
         return len(affinity(0)) if affinity else os.cpu_count() or 1
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise InvalidInputError(f"AUTOFLASH_WORKERS={text!r}: must be a whole number, at least 1")
     return int(text)

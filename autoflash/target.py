@@ -47,6 +47,11 @@ class Target:
         return self.capability >= 90
 
     @property
+    def threads_per_sm(self) -> int:
+        """Threads that can be resident on one SM."""
+        return 1536 if self.capability in (86, 87, 89, 120) else 2048
+
+    @property
     def slug(self) -> str:
         """The name for files and tables: 'nvidia_h200'."""
         words = self.name.lower().replace("-", " ").split()

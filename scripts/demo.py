@@ -9,6 +9,7 @@ then checks autoflash.attention against the fp64 reference.
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for the search")
     budget_s = parser.parse_args().budget
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     # A store of its own, so that the demo shows a search and leaves the user's records alone.
     folder = Path(tempfile.mkdtemp(prefix="autoflash-demo-"))
     os.environ["AUTOFLASH_DB"] = str(folder / "autoflash.sqlite")
@@ -61,7 +62,8 @@ def check(console: Console, device: str) -> None:
     exact, _ = exact_attention(q, k, v, causal=True, scale=scale)
     error = (out.double() - exact).abs().max().item()
     allowed = error_allowance(q, k, v, causal=True, scale=scale)
-    console.print(str(autoflash.explain(q, k, v, causal=True)), soft_wrap=True)
+    explained = str(autoflash.explain(q, k, v, causal=True))
+    console.print(explained, soft_wrap=True, markup=False)
     verdict = "ok" if error <= allowed else "WRONG"
     console.print(f"autoflash.attention on {device}: error {error:.1e} of {allowed:.1e}: {verdict}")
     if verdict != "ok":

@@ -523,3 +523,18 @@ def test_the_cpu_answers_what_the_reference_says():
     expected = attention_forward(q, k, v, causal=True, scale=0.25)
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
+
+
+def test_explain_refuses_what_attention_refuses():
+    q = torch.ones(1, 1, 2, 8)
+    with pytest.raises(InvalidInputError):
+        explain(q, q, q, scale=math.inf)
+
+
+def test_a_row_that_sees_no_key_adds_nothing_whatever_it_holds():
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (5, 3, 3))
+    q[:, :, :2] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, causal=True)
+    for grad in torch.autograd.grad(out.square().sum(), leaves)[1:]:
+        assert bool(torch.isfinite(grad).all())

@@ -512,3 +512,56 @@ def test_doctor_survives_bad_settings(monkeypatch, no_gpu):
     findings = {one["subject"]: one for one in autoflash("doctor", "--json").json}
     assert findings["store"]["state"] == "error"
     assert findings["store"]["text"].startswith("AUTOFLASH_WORKERS='many': must be a whole number")
+
+
+def run_cli(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["autoflash", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out = capsys.readouterr()
+    return caught.value.code or 0, out.out, out.err
+
+
+FLAGS = ["--heads", "2", "--seqlen", "32", "--head-dim", "64", "--dtype", "fp16"]
+
+
+def test_doctor_exits_1(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_cli(monkeypatch, capsys, "doctor")[0] == 1
+
+
+def test_ctrl_c(monkeypatch, capsys):
+    def interrupted(problems, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoflash.tuning.tune.tune", interrupted)
+    code, _, err = run_cli(monkeypatch, capsys, "tune", *FLAGS)
+    assert code == 130
+    assert " ".join(err.split()) == "interrupted; what was found is kept, run again to go on"
+
+
+@pytest.mark.parametrize("name", ["pro[old].yaml", "pro[/old].yaml"])
+def test_brackets_in_an_error(monkeypatch, capsys, name):
+    code, _, err = run_cli(monkeypatch, capsys, "tune", "--file", f"/tmp/{name}")
+    assert code == 2
+    assert err.startswith(f"error: /tmp/{name} can't be read")
+
+
+def test_a_long_error_is_one_line(monkeypatch, capsys):
+    err = run_cli(monkeypatch, capsys, "tune", *FLAGS, "--target", "v100")[2]
+    assert err.count("\n") == 1
+
+
+def test_empty_list(monkeypatch, capsys):
+    code, _, err = run_cli(
+        monkeypatch, capsys, "tune", "--heads", ",", *FLAGS[2:], "--target", "h100"
+    )
+    assert code == 2
+    assert err.startswith("error: problem field 'heads' has no value")
+
+
+def test_infinite_budget(monkeypatch, capsys):
+    words = ["tune", *FLAGS, "--target", "h100", "--budget", "inf"]
+    code, _, err = run_cli(monkeypatch, capsys, *words)
+    assert code == 2
+    assert err.startswith("error: budget of inf s: must be more than 0 and below")

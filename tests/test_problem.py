@@ -150,8 +150,8 @@ def test_parse_names_an_unknown_field_and_the_known_ones():
     with pytest.raises(InvalidInputError) as caught:
         Problem.parse({"batch": 1, "head": 2, "seqlen": 4, "head_dim": 64})
     assert str(caught.value) == (
-        "unknown problem field 'head': known are batch, causal, dtype, head_dim, head_dim_v, "
-        "heads, kv_heads, op, seqlen_k, seqlen_q and seqlen"
+        "unknown problem field 'head': known are batch, heads, kv_heads, seqlen_q, seqlen_k, "
+        "head_dim, head_dim_v, dtype, causal, op and seqlen"
     )
 
 
@@ -349,3 +349,8 @@ def test_distance_is_a_metric(one, two, three):
     assert one.distance(two) == two.distance(one)
     assert (one.distance(two) == 0) == (one == two)
     assert one.distance(three) <= one.distance(two) + two.distance(three)
+
+
+def test_the_missing_field_is_the_one_left_out():
+    with pytest.raises(InvalidInputError, match="'heads' is missing"):
+        Problem.parse({"batch": 1, "seqlen": 4, "head_dim": 64})

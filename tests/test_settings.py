@@ -117,3 +117,16 @@ def test_the_table_in_the_docstring_names_every_variable():
         line.split()[1] for line in table.splitlines() if line.startswith("| AUTO")
     ] == VARIABLES
     assert all(f'"{variable}"' in code for variable in VARIABLES)
+
+
+@pytest.mark.parametrize("text", ["²", "١"])
+def test_workers_not_ascii(monkeypatch, text):
+    monkeypatch.setenv("AUTOFLASH_WORKERS", text)
+    with pytest.raises(InvalidInputError):
+        settings()
+
+
+def test_unknown_home(monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_DB", "~no_such_user_here/x.sqlite")
+    with pytest.raises(InvalidInputError):
+        settings()

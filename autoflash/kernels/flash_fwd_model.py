@@ -54,7 +54,7 @@ def estimate_blocks_per_sm(problem: Problem, config: Config, target: Target) -> 
     registers = min(registers, config.integer("maxnreg") or MAX_REGISTERS)
     by_registers = int(65536 / (threads * registers))
     by_shared = target.shared_memory // max(1, shared_bytes(config, problem, target))
-    return max(1, min(by_registers, by_shared, 2048 // threads))
+    return max(1, min(by_registers, by_shared, target.threads_per_sm // threads))
 
 
 def estimate_ms(problem: Problem, config: Config, target: Target, blocks_per_sm: int) -> float:

@@ -34,8 +34,9 @@ def shared_bytes(config: Config, problem: Problem, target: Target) -> int:
     if not target.has_tma:
         stages = max(1, stages - 1)
     key_value = config.integer("BLOCK_N") * (block_d(problem) + block_dv(problem)) * size
-    # From sm_90 on the query tile is an operand in shared memory too.
-    query = config.integer("BLOCK_M") * block_d(problem) * size if target.has_tma else 0
+    # From sm_90 on a query tile of 64 rows or more is an operand in shared memory too.
+    rows = config.integer("BLOCK_M")
+    query = rows * block_d(problem) * size if target.has_tma and rows >= 64 else 0
     return stages * key_value + query
 
 

@@ -1,5 +1,6 @@
 """Timing on the GPU, and whether the GPU was fit to be timed. Runs in a worker only."""
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +34,6 @@ class GpuState:
 
 def gpu_state(device: int = 0) -> GpuState:
     """What NVML says now of the GPU that torch calls ``device``; nothing known without NVML."""
-    import os
-
     try:
         import pynvml
 
@@ -50,9 +49,16 @@ def gpu_state(device: int = 0) -> GpuState:
         return GpuState(sm_clock_mhz=None, throttle="", noisy=_unless_nvml(error))
     bad = [name for bit, name in _BAD_REASONS.items() if mask & bit]
     noted = [name for bit, name in _NOTED_REASONS.items() if mask & bit]
-    others = [p.pid for p in running if p.pid != os.getpid()]
-    reasons = bad + ([f"{len(others)} other processes on the GPU"] if others else [])
+    others = _others({process.pid for process in running})
+    reasons = bad + ([f"{others} other processes on the GPU"] if others else [])
     return GpuState(sm_clock_mhz=clock, throttle=", ".join(bad + noted), noisy=", ".join(reasons))
+
+
+def _others(pids: set[int]) -> int:
+    """Processes with a context on the GPU that aren't ours: this worker and its idle parent."""
+    ours = {os.getpid(), os.getppid()}
+    # In a container NVML tells the host's pids, and ours are not among them.
+    return len(pids - ours) if os.getpid() in pids else max(0, len(pids) - len(ours))
 
 
 def _unless_nvml(error: Exception) -> str:

@@ -33,6 +33,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._started = False
+        self._closed = False
 
     def ask(self, message: Message, limit_s: float) -> Message:
         """The answer to ``message``. Raises WorkerTimeoutError, WorkerDiedError, or AutoFlashError
@@ -65,6 +66,15 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
+    def close(self) -> None:
+        """Kill the process for good; may be called while another thread is in ``ask``."""
+        self._closed = True
+        self.kill()
+
+    def _kill_if_closed(self) -> None:
+        if self._closed:
+            self.kill()
+
     def stop(self) -> None:
         """Kill the process, if it runs; the next ``ask`` starts a fresh one."""
         self.kill()
@@ -78,6 +88,8 @@ class Worker:
                 pipe.close()
 
     def _running(self) -> "subprocess.Popen[bytes]":
+        if self._closed:
+            raise WorkerDiedError("the worker was closed")
         if self._process is None:
             # A session of its own: Ctrl-C reaches the parent alone, which then decides.
             self._process = subprocess.Popen(
@@ -88,6 +100,7 @@ class Worker:
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
+            self._kill_if_closed()
         return self._process
 
     def _read_line(self, limit_s: float) -> bytes:
@@ -150,7 +163,7 @@ class WorkerPool:
         """Kill all workers; what was submitted and hasn't been answered fails."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.kill()
+            worker.close()
         self._threads.shutdown(wait=True)
         for worker in self._workers:
             worker.stop()

@@ -11,9 +11,14 @@ import yaml
 from autoflash.errors import InvalidInputError
 from autoflash.problem import Problem
 
-# Architectures of encoders, whose attention is not causal.
-_ENCODER_ENDINGS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-_ENCODER_TYPES = ("bert", "roberta", "vit", "clip_vision_model", "modernbert")
+# Model types of encoders, whose attention is not causal (unless they say is_decoder).
+_ENCODER_TYPES = {
+    "albert", "bert", "big_bird", "camembert", "clip_vision_model", "convbert", "deberta",
+    "deberta-v2", "deit", "dinov2", "distilbert", "electra", "ernie", "esm", "flaubert", "funnel",
+    "layoutlm", "longformer", "modernbert", "mpnet", "nomic_bert", "nystromformer", "rembert",
+    "roberta", "siglip", "siglip_vision_model", "squeezebert", "vit", "xlm", "xlm-roberta",
+    "xlm-roberta-xl",
+}  # fmt: skip
 
 
 def expand(fields: Mapping[str, Any]) -> list[Problem]:
@@ -21,7 +26,12 @@ def expand(fields: Mapping[str, Any]) -> list[Problem]:
     if not isinstance(fields, Mapping):
         raise InvalidInputError(f"a problem must be a mapping of fields, not {str(fields)[:80]!r}")
     names = list(fields)
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise InvalidInputError(f"problem field {odd[0]!r}: a field's name is text")
     choices = [v if isinstance(v, list | tuple) else [v] for v in fields.values()]
+    for name, values in zip(names, choices, strict=True):
+        if not values:
+            raise InvalidInputError(f"problem field {name!r} has no value")
     return [
         Problem.parse(dict(zip(names, values, strict=True)))
         for values in itertools.product(*choices)
@@ -56,14 +66,11 @@ def from_model_config(
     if not isinstance(data, Mapping):
         raise InvalidInputError(f"{path}: a model's config.json is a JSON object")
     # Multimodal models keep the language model's numbers one level down.
-    config = {**data, **data.get("text_config", {})}
+    inner = data.get("text_config")
+    config = {**data, **(inner if isinstance(inner, Mapping) else {})}
     heads = _number(path, config, "num_attention_heads", "n_head", "num_heads")
     head_dim, head_dim_v = _head_dims(path, config, heads)
-    kv_heads = heads
-    if "qk_nope_head_dim" not in config:
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-    if config.get("multi_query"):
-        kv_heads = 1
+    kv_heads = _kv_heads(path, config, heads)
     fields = {
         "batch": list(batches),
         "seqlen": list(seqlens),
@@ -80,6 +87,19 @@ def from_model_config(
 def unique(problems: Sequence[Problem]) -> list[Problem]:
     """``problems`` without repeats, in their order."""
     return list(dict.fromkeys(problems))
+
+
+def _kv_heads(path: Path, config: Mapping[str, Any], heads: int) -> int:
+    # Latent attention expands its keys to all heads. Falcon's first models are multi-query without
+    # a count; its later ones say how many heads share.
+    if "qk_nope_head_dim" in config:
+        return heads
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    if all(config.get(name) is None for name in names):
+        return heads
+    return _number(path, config, *names)
 
 
 def _head_dims(path: Path, config: Mapping[str, Any], heads: int) -> tuple[int, int]:
@@ -112,9 +132,10 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _is_causal(config: Mapping[str, Any]) -> bool:
-    architectures = [str(name) for name in config.get("architectures") or []]
-    encoder = any(name.endswith(_ENCODER_ENDINGS) for name in architectures)
-    return not (encoder or config.get("model_type") in _ENCODER_TYPES)
+    names = config.get("architectures")
+    masked = isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names)
+    encoder = masked or str(config.get("model_type")) in _ENCODER_TYPES
+    return not encoder or config.get("is_decoder") is True
 
 
 def _read(path: Path) -> Any:
@@ -124,5 +145,6 @@ def _read(path: Path) -> Any:
         raise InvalidInputError(f"{path} can't be read: {error}") from error
     try:
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
+    # PyYAML's constructors let whatever a bad scalar causes through.
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError) as error:
         raise InvalidInputError(f"{path} is not valid: {str(error)[:200]}") from error

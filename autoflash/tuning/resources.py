@@ -11,8 +11,7 @@ from autoflash.errors import CompileError
 from autoflash.target import Target
 
 _REGISTER_FILE = 65536
-_THREADS_PER_SM = 2048
-# The driver keeps 1 KiB of shared memory for each resident block.
+# NVIDIA keeps 1 KiB of shared memory for each resident block.
 _RESERVED_SHARED = 1024
 
 
@@ -40,9 +39,9 @@ class Resources:
         by_registers = _REGISTER_FILE // (per_thread * threads)
         if target.vendor == "amd":
             by_registers = 512 // max(1, per_thread) * 4 * target.warp_size // threads
-        total = target.shared_memory + _RESERVED_SHARED
-        by_shared = total // (self.shared_bytes + _RESERVED_SHARED)
-        return max(1, min(by_registers, by_shared, _THREADS_PER_SM // threads))
+        reserved = _RESERVED_SHARED if target.vendor == "nvidia" else 0
+        by_shared = (target.shared_memory + reserved) // max(1, self.shared_bytes + reserved)
+        return max(1, min(by_registers, by_shared, target.threads_per_sm // threads))
 
 
 def resources_of(compiled: Any) -> Resources:

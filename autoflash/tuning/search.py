@@ -88,7 +88,9 @@ class Search:
         """The candidate's time in ms, or None if it failed."""
         trial = self._open.pop(_key(candidate), None)
         if trial is None:
-            self._taken.add(_key(candidate))
+            # Replayed; what isn't feasible now still teaches, but is no part of the space.
+            if _key(candidate) in self._feasible:
+                self._taken.add(_key(candidate))
             state = optuna.trial.TrialState.COMPLETE if ms else optuna.trial.TrialState.PRUNED
             self._study.add_trial(
                 optuna.trial.create_trial(

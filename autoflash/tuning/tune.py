@@ -28,6 +28,7 @@ _FINALISTS = 5
 _ROUNDS = 7
 _FINALS_S = 4.0
 _GRACE_S = 30.0
+_MAX_SECONDS = 10**7
 # Finalists within this of the best are ties: the one that needs less of the GPU wins, so that the
 # choice is stable from run to run.
 _TIE = 1.005
@@ -58,8 +59,10 @@ class Budget:
     trials: int | None
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise InvalidInputError(f"budget of {self.seconds} s: must be more than 0")
+        if not 0 < self.seconds < _MAX_SECONDS:
+            raise InvalidInputError(
+                f"budget of {self.seconds} s: must be more than 0 and below {_MAX_SECONDS}"
+            )
         if self.trials is not None and self.trials < 1:
             raise InvalidInputError(f"budget of {self.trials} trials: must be at least 1")
 
@@ -164,7 +167,7 @@ def tune_one(
         record=record,
         trials=study.trials,
         resumed=study.resumed,
-        space=study.search.size,
+        space=len(study.candidates),
         seconds=time.monotonic() - begin,
         path=emitted_path(record),
         interrupted=interrupted,
@@ -307,11 +310,11 @@ class _Study:
     def _replay(self, trial: Trial) -> None:
         self.resumed += 1
         candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
-        self.search.tell(candidate, _median(trial) if trial.measurement else None)
+        self.search.tell(candidate, _ms(trial))
         self.trials.append(trial)
 
     def _tell(self, candidate: Candidate, trial: Trial) -> None:
-        self.search.tell(candidate, _median(trial) if trial.measurement else None)
+        self.search.tell(candidate, _ms(trial))
         self.trials.append(trial)
         self.listener.tried(trial, self._best_ms())
 
@@ -351,9 +354,15 @@ class _Study:
 _RETRIED = (TrialStatus.timeout, TrialStatus.crashed, TrialStatus.noisy, TrialStatus.predicted)
 
 
+def _ms(trial: Trial) -> float | None:
+    """The time of a trial that ran right; None for any other, whatever was measured."""
+    right = trial.status in (TrialStatus.ok, TrialStatus.noisy)
+    return trial.measurement.median_ms if right and trial.measurement else None
+
+
 def _timed(trials: Sequence[Trial]) -> list[Trial]:
     """Trials with a time; the clean ones alone, unless all are noisy."""
-    timed = [t for t in trials if t.measurement is not None]
+    timed = [t for t in trials if _ms(t) is not None]
     return [t for t in timed if t.status is TrialStatus.ok] or timed
 
 

@@ -11,6 +11,7 @@ from autoflash.problem import Problem
 from autoflash.runtime.inputs import (
     access_of,
     check_tensors,
+    has_contiguous_rows,
     lse_shape,
     output_like,
     problem_of,
@@ -202,6 +203,22 @@ def offsets(x):
     """The offset of each element in memory."""
     grids = torch.meshgrid(*(torch.arange(n) for n in x.shape), indexing="ij")
     return sum(grid * stride for grid, stride in zip(grids, x.stride(), strict=True))
+
+
+def test_out_can_be_made_of_nothing():
+    q = torch.empty(2, 4, 5, 32, dtype=torch.bfloat16).transpose(1, 2)
+    real, shadow = output_like(q, q), output_like(q, q, "meta")
+    assert (shadow.device.type, shadow.dtype) == ("meta", torch.bfloat16)
+    assert (shadow.shape, shadow.stride()) == (real.shape, real.stride())
+
+
+@pytest.mark.parametrize(
+    ("strides", "dim", "expected"),
+    [((64, 32, 8, 1), 8, True), ((64, 32, 8, 2), 4, False), ((64, 32, 8, 0), 4, False),
+     ((64, 32, 8, 8), 1, True)],
+)  # fmt: skip
+def test_has_contiguous_rows(strides, dim, expected):
+    assert has_contiguous_rows(torch.empty_strided((2, 2, 4, dim), strides)) is expected
 
 
 @pytest.mark.parametrize(("bshd", "expected"), [(False, (2, 4, 5)), (True, (2, 5, 4))])

@@ -31,7 +31,7 @@ BAD_VALUES = {
         "'null'",
         "replace(config, '128', '129')",
         "replace(config, '128', '128.0')",
-        "replace(config, 'false', '0')",
+        "replace(config, 'true', '1')",
         "replace(config, '}', ',\"X\":1}')",
         "replace(hex(zeroblob(1900)), '0', '[')",
         "x'7b7d'",

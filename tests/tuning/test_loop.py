@@ -15,7 +15,8 @@ from autoflash.target import named_target
 from autoflash.tuning import tune as loop
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.runner import RecordedRunner
-from autoflash.tuning.tune import Budget, Listener, make_record, tune, tune_one
+from autoflash.tuning.search import Search
+from autoflash.tuning.tune import Budget, Listener, StudyPlan, make_record, tune, tune_one
 
 AMPLE = Budget(seconds=600, trials=None)
 Status = TrialStatus
@@ -235,8 +236,8 @@ class Watchful(Listener):
     def __init__(self):
         self.events = []
 
-    def started(self, problem, target, space, resumed):
-        self.events.append(("started", problem, target, space, resumed))
+    def started(self, problem, target, plan):
+        self.events.append(("started", problem, target, plan))
 
     def tried(self, trial, best_ms):
         self.events.append(("tried", trial, best_ms))
@@ -250,7 +251,8 @@ def test_the_listener_hears_everything(lab, store):
     recorded = lab.trials({0: Status.wrong_result, 2: Status.compile_error})
     result = run(lab, store, recorded, listener=listener)
     first, *tried, last = listener.events
-    assert first == ("started", lab.problem, lab.a100, 24, 0)
+    plan = StudyPlan(space=24, resumed=0, most=24, seconds=600)
+    assert first == ("started", lab.problem, lab.a100, plan)
     assert last == ("finished", result)
     assert [event[1] for event in tried] == result.trials
     times = [t.measurement.median_ms if t.status is Status.ok else None for t in result.trials]
@@ -286,9 +288,11 @@ def test_slow_candidates_are_given_up_at_1_3_times_the_best(lab, store):
 
 @pytest.mark.parametrize("trials", [1, 2, 7, 23])
 def test_no_more_trials_than_asked_for(lab, store, trials):
-    runner = lab.runner(lab.trials())
-    result = run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=trials))
+    runner, listener = lab.runner(lab.trials()), Watchful()
+    budget = Budget(seconds=600, trials=trials)
+    result = run(lab, store, None, runner=runner, budget=budget, listener=listener)
     assert len(result.trials) == len(runner.asked) == trials
+    assert listener.events[0][-1] == StudyPlan(space=24, resumed=0, most=trials, seconds=600)
     fastest = min(result.trials, key=lambda t: t.measurement.median_ms)
     assert result.record.config == fastest.config
 
@@ -299,19 +303,30 @@ def test_the_defaults_of_the_kernel_are_tried_first(lab, store):
     assert [c.config for c in runner.asked] == [lab.kernel.default(lab.problem, lab.a100)]
 
 
-def test_no_more_seconds_than_asked_for(lab, store, monkeypatch):
-    class Slow(RecordedRunner):
-        def measure(self, problem, candidate, give_up_ms):
-            clock.now += 1.0
-            return super().measure(problem, candidate, give_up_ms)
+class Slow(RecordedRunner):
+    """Measuring takes ``clock.step`` seconds of a made-up clock."""
 
-        def interleave(self, problem, candidates, rounds):
-            clock.finals = clock.now
-            return super().interleave(problem, candidates, rounds)
+    clock = None
 
-    clock = types.SimpleNamespace(now=100.0, finals=None)
+    def measure(self, problem, candidate, give_up_ms):
+        self.clock.now += self.clock.step
+        return super().measure(problem, candidate, give_up_ms)
+
+    def interleave(self, problem, candidates, rounds):
+        self.clock.finals = self.clock.now
+        return super().interleave(problem, candidates, rounds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = types.SimpleNamespace(now=100.0, step=1.0, finals=None)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(Slow, "clock", clock)
+    return clock
+
+
+def test_no_more_seconds_than_asked_for(lab, store, clock):
     runner = lab.runner(lab.trials(), Slow)
     result = run(lab, store, None, runner=runner, budget=Budget(seconds=10, trials=None))
     # A second each; the last 15 % are for the finals.
@@ -322,9 +337,36 @@ def test_no_more_seconds_than_asked_for(lab, store, monkeypatch):
     ).config  # fmt: skip
 
 
+def test_the_first_candidate_is_waited_for(lab, store, clock):
+    """A small budget may end while the first one is still on its way."""
+    clock.step = 8.0
+    # Two are compiled ahead, the default and the model's first, and measured in any order.
+    default = lab.kernel.default(lab.problem, lab.a100)
+    second = next(c for c in lab.candidates() if c.config != default)
+    recorded = [
+        lab.trial(second, 1.0) if c == second else lab.trial(c, 1.0, status=Status.crashed)
+        for c in lab.candidates()
+    ]
+    runner = lab.runner(recorded, Slow)
+    result = run(lab, store, None, runner=runner, budget=Budget(seconds=4, trials=None))
+    assert keys(runner.asked) == [default.to_json(), second.config.to_json()]
+    assert result.trials[-1].config == result.record.config == second.config
+    assert all(t.status is Status.crashed for t in result.trials[:-1])
+
+
+def test_nothing_is_waited_for_without_end(lab, store, clock):
+    clock.step = 50.0
+    recorded = [lab.trial(c, 1.0, status=Status.crashed) for c in lab.candidates()]
+    runner = lab.runner(recorded, Slow)
+    result = run(lab, store, None, runner=runner, budget=Budget(seconds=4, trials=None))
+    assert (result.record, len(result.trials)) == (None, 1)
+
+
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
 def test_a_budget_has_seconds(seconds):
-    with pytest.raises(InvalidInputError, match=rf"^budget of {seconds} s: must be more than 0$"):
+    with pytest.raises(
+        InvalidInputError, match=rf"^budget of {seconds} s: must be more than 0 and below"
+    ):
         Budget(seconds=seconds, trials=None)
 
 
@@ -345,7 +387,8 @@ def test_running_again_repeats_nothing(lab, store):
     runner, listener = lab.runner(recorded), Watchful()
     second = run(lab, store, recorded, runner=runner, listener=listener)
     assert second.resumed == 10
-    assert listener.events[0] == ("started", lab.problem, lab.a100, 24, 10)
+    plan = StudyPlan(space=24, resumed=10, most=14, seconds=600)
+    assert listener.events[0] == ("started", lab.problem, lab.a100, plan)
     assert set(keys(runner.asked)).isdisjoint(keys(first.trials))
     assert len(runner.asked) == len(set(keys(runner.asked))) == 14
     assert second.trials[:10] == first.trials
@@ -621,3 +664,26 @@ def test_the_recorded_runner_replays(lab):
     unknown = Candidate(kernel=lab.kernel, config=recorded[0].config)
     other = dataclasses.replace(lab.problem, batch=2)
     assert runner.compile(other, unknown).result().reason == "never recorded"
+
+
+def test_wrong_results_alone_give_no_record(lab, store):
+    recorded = lab.trials(dict.fromkeys(range(24), TrialStatus.wrong_result))
+    assert tune_one(lab.problem, lab.runner(recorded), store, AMPLE, Listener()).record is None
+
+
+def test_wrong_results_are_told_as_failures(lab, store, monkeypatch):
+    told = []
+    tell = Search.tell
+    monkeypatch.setattr(Search, "tell", lambda self, c, ms: (told.append(ms), tell(self, c, ms))[1])
+    recorded = lab.trials(dict.fromkeys(range(24), TrialStatus.wrong_result))
+    tune_one(lab.problem, lab.runner(recorded), store, AMPLE, Listener())
+    assert told == [None] * 24
+
+
+def test_an_interruption_before_the_search(lab, store, monkeypatch):
+    def interrupt(*unused):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "neighbours", interrupt)
+    result = tune_one(lab.problem, lab.runner(lab.trials()), store, AMPLE, Listener())
+    assert (result.interrupted, result.record) == (True, None)

@@ -15,7 +15,7 @@ from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.offline import predict, tune_offline
 from autoflash.tuning.resources import Resources
 from autoflash.tuning.runner import LiveRunner, RecordedRunner
-from autoflash.tuning.tune import Budget, Listener, tune
+from autoflash.tuning.tune import Budget, Listener, StudyPlan, tune
 
 H100 = named_target("h100")
 PROBLEM = Problem(
@@ -29,8 +29,8 @@ class Counting(Listener):
     def __init__(self):
         self.events = []
 
-    def started(self, problem, target, space, resumed):
-        self.events.append((problem, target, space, resumed))
+    def started(self, problem, target, plan):
+        self.events.append((problem, target, plan))
 
     def tried(self, trial, best_ms):
         self.events.append((trial, best_ms))
@@ -70,8 +70,9 @@ def test_end_to_end_with_the_real_compilers(monkeypatch):
     assert sorted(t.config.to_json() for t in store.trials(Bucket.of(PROBLEM), H100)) == sorted(
         t.config.to_json() for t in result.trials
     )
-    (_, target, space, resumed), *tried, last = listener.events
-    assert (target, space, resumed, last) == (H100, result.space, 0, result)
+    first, *tried, last = listener.events
+    plan = StudyPlan(space=result.space, resumed=0, most=3, seconds=300)
+    assert (first, last) == ((PROBLEM, H100, plan), result)
     assert [trial for trial, _ in tried] == result.trials
 
     choice = choose(PROBLEM, H100, ALIGNED)

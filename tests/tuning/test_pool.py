@@ -143,6 +143,11 @@ for line in sys.stdin:
         sys.stdout.write("{{")
         sys.stdout.flush()
         os._exit(3)
+    elif action == "meet":
+        open(os.path.join(message["folder"], str(os.getpid())), "w").close()
+        while len(os.listdir(message["folder"])) < message["count"]:
+            time.sleep(0.01)
+        print(json.dumps({{"pid": os.getpid()}}), flush=True)
     elif action == "error":
         print(json.dumps({{"error": "told", "fatal": message["fatal"]}}), flush=True)
 """
@@ -237,15 +242,16 @@ def test_stopping_twice_or_unstarted_is_fine(misbehaving):
     assert not alive(pid)
 
 
-def test_a_pool_works_side_by_side(misbehaving):
+def test_a_pool_works_side_by_side(misbehaving, tmp_path):
+    """Each answers only once both have been asked."""
+    folder = tmp_path / "met"
+    folder.mkdir()
+    message = {"do": "meet", "folder": str(folder), "count": 2}
     with WorkerPool(2) as pool:
-        begin = time.monotonic()
-        answers = [pool.submit(echo(str(i), pause=0.4), 30) for i in range(2)]
-        results = [answer.result(timeout=30) for answer in answers]
-        assert [result["said"] for result in results] == ["0", "1"]
-        assert len({result["pid"] for result in results}) == 2
-        # Each pauses twice: one after the other would take 1.6 s.
-        assert time.monotonic() - begin < 1.5
+        answers = [pool.submit(message, 60) for _ in range(2)]
+        pids = {answer.result(timeout=60)["pid"] for answer in answers}
+    assert pids == {int(path.name) for path in folder.iterdir()}
+    assert len(pids) == 2
 
 
 def test_a_pool_outlives_its_workers_deaths(misbehaving):
@@ -296,3 +302,16 @@ def test_outcomes_survive_json(lab, full):
             measurement=lab.measurement(1.5, noisy=True),
         )
     assert Outcome.from_message(json.loads(json.dumps(outcome.to_message()))) == outcome
+
+
+def test_closing_at_once_waits_for_nothing(lab):
+    candidates = lab.candidates()
+    for _ in range(4):
+        pool = WorkerPool(2)
+        for c in candidates[:2]:
+            pool.submit(
+                {"do": "compile", **study_message(lab.problem, lab.a100), **c.to_message()}, 30
+            )
+        begin = time.monotonic()
+        pool.close()
+        assert time.monotonic() - begin < 1.5

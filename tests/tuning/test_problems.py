@@ -183,6 +183,13 @@ MODELS = {
          "torch_dtype": "bfloat16"},
         {"heads": 128, "kv_heads": 128, "head_dim": 192, "head_dim_v": 128, "causal": True},
     ),
+    # num_key_value_heads says nothing of latent attention.
+    "latent attention": (
+        {"architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048,
+         "num_attention_heads": 16, "num_key_value_heads": 2, "qk_nope_head_dim": 128,
+         "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64},
+        {"heads": 16, "kv_heads": 16, "head_dim": 192, "head_dim_v": 128, "causal": True},
+    ),
     "gemma 3 4B": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
          "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152,
@@ -302,3 +309,97 @@ def test_configs_that_are_refused(tmp_path, config, message):
 def test_a_folder_without_a_config(tmp_path):
     with pytest.raises(InvalidInputError, match=r"config\.json can't be read: "):
         from_model_config(tmp_path, ["1k"], [1])
+
+
+@pytest.mark.parametrize("value", ["eight", [8], {"a": 1}, 2.5, True, -8])
+def test_kv_heads_of_a_wrong_type(tmp_path, value):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"num_attention_heads": 8, "hidden_size": 512, "num_key_value_heads": value})
+    )
+    with pytest.raises(InvalidInputError):
+        from_model_config(path, [1024], [1])
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"text_config": None}, {"text_config": [1]}, {"architectures": 5}, {"model_type": []}],
+)
+def test_odd_fields_that_say_nothing_are_passed_over(tmp_path, extra):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"num_attention_heads": 8, "hidden_size": 512, **extra}))
+    (problem,) = from_model_config(path, [1024], [1])
+    assert (problem.heads, problem.head_dim, problem.causal) == (8, 64, True)
+
+
+def test_falcon_40b(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "falcon",
+                "architectures": ["FalconForCausalLM"],
+                "hidden_size": 8192,
+                "num_attention_heads": 128,
+                "num_kv_heads": 8,
+                "multi_query": True,
+                "new_decoder_architecture": True,
+            }
+        )
+    )
+    assert from_model_config(path, [1024], [1])[0].kv_heads == 8
+
+
+def test_a_decoder_with_a_classification_head_is_causal(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForSequenceClassification"],
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+            }
+        )
+    )
+    assert from_model_config(path, [1024], [1])[0].causal is True
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["xlm-roberta", "distilbert", "electra", "deberta-v2", "siglip_vision_model", "nomic_bert"],
+)
+def test_other_encoders(tmp_path, kind):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": kind,
+                "architectures": ["XModel"],
+                "hidden_size": 768,
+                "num_attention_heads": 12,
+            }
+        )
+    )
+    assert from_model_config(path, [1024], [1])[0].causal is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- {1: 2, a: 3}",
+        "- {batch: 1, heads: 2, seqlen: 4, head_dim: 8, dtype: [[bf16]]}",
+        "- {batch: 1, heads: 2, seqlen: 4, head_dim: 8, op: {a: 1}}",
+        "- {batch: 1, heads: 2, seqlen: 4, head_dim: 8, op: [[fwd]]}",
+        "a: &a [*a]",
+        "- {batch: [], heads: 2, seqlen: 4, head_dim: 8}",
+        "- 2025-13-45",
+        "- {batch: !!timestamp x}",
+        "? [a]\n: b",
+    ],
+)
+def test_odd_files(tmp_path, text):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidInputError):
+        from_file(path)

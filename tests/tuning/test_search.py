@@ -188,3 +188,15 @@ def test_a_search_is_repeatable(lab):
         return list(map(label, drain(Search(lab.candidates(), seed=seed))))
 
     assert run(0) == run(0)
+
+
+def test_replayed_infeasible_ones_do_not_count(lab):
+    candidates = lab.candidates()
+    search = Search(candidates)
+    for c in candidates[:3]:
+        search.tell(Candidate(kernel=lab.kernel, config=Config(**{**c.config, "LOAD": "tma"})), 1.0)
+    asked = []
+    while (c := search.ask()) is not None:
+        asked.append(c)
+        search.tell(c, 1.0)
+    assert len(asked) == 24

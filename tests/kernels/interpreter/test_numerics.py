@@ -28,7 +28,7 @@ def _version(package: str) -> tuple[int, ...]:
     return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
 
 
-pytestmark = pytest.mark.skipif(
+needs_interpreter = pytest.mark.skipif(
     _version("triton") == (3, 6) and _version("numpy") >= (2, 4),
     reason="the interpreter of triton 3.6 breaks on loops with run-time bounds from numpy 2.4 on",
 )
@@ -169,6 +169,7 @@ def score_rounding(case: dict, score_size: float) -> float:
     return (case["head_dim"] ** 0.5 + 4) * 2**-24 * (1 + score_size)
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     "case",
     [
