@@ -45,7 +45,7 @@ def test_processes_that_create_one_store_at_once_lose_nothing(path, make, fresh)
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=240)
     assert [worker.exitcode for worker in workers] == [0] * PROCESSES
     store = Store(path, read_only=True)
     found = sorted((r.provenance.origin, r.measurement.median_ms) for r in store.records())
@@ -76,7 +76,7 @@ def test_a_writer_that_is_killed_leaves_what_it_had_committed(store, path, make,
     flushed = fresh.Event()
     writer = fresh.Process(target=die_writing, args=(path, flushed))
     writer.start()
-    assert flushed.wait(timeout=60)
+    assert flushed.wait(timeout=240)
     assert len(Store(path, read_only=True).records()) == 2
     writer.kill()
     writer.join()
@@ -97,7 +97,7 @@ def test_a_store_works_after_a_fork(store, make):
     store.add_record(make.record())
     child = multiprocessing.get_context("fork").Process(target=add_after_fork, args=(store,))
     child.start()
-    child.join(timeout=60)
+    child.join(timeout=240)
     assert child.exitcode == 0
     store.add_record(make.record(day=3))
     assert store.records() == [make.record(day=day) for day in (5, 3, 1)]
