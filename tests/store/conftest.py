@@ -1,96 +1,13 @@
-"""Factories of the store's nouns; every part can be replaced by keyword."""
+"""Fixtures of the store's tests."""
 
-import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autoflash.kernels import KERNELS
-from autoflash.problem import Bucket, Problem
-from autoflash.space import Config
-from autoflash.store.record import Measurement, Provenance, Trial, TrialStatus, TuningRecord
+from autoflash.problem import Bucket
 from autoflash.store.store import Store
-from autoflash.target import Target, named_target
-
-KERNEL = KERNELS["flash_fwd"]
-H200 = named_target("h200")
-PROBLEM = Problem(
-    batch=2,
-    heads=16,
-    kv_heads=4,
-    seqlen_q=2000,
-    seqlen_k=4096,
-    head_dim=128,
-    head_dim_v=64,
-    dtype="bfloat16",
-    causal=True,
-)
-
-
-def problem_of(**changes: Any) -> Problem:
-    return dataclasses.replace(PROBLEM, **changes)
-
-
-def config_of(**changes: Any) -> Config:
-    return KERNEL.space.parse({**KERNEL.default(PROBLEM, H200), **changes})
-
-
-def record_of(
-    *,
-    problem: Problem = PROBLEM,
-    target: Target = H200,
-    ms: float = 1.25,
-    noisy: bool = False,
-    day: int = 1,
-    kind: str = "measured",
-    origin: str = "host-a",
-    **config: Any,
-) -> TuningRecord:
-    return TuningRecord(
-        problem=problem,
-        target=target,
-        kernel=KERNEL.name,
-        config=config_of(**config),
-        measurement=Measurement(
-            median_ms=ms,
-            p20_ms=ms * 0.9,
-            p80_ms=ms * 1.1,
-            repeats=40 if kind == "measured" else 0,
-            method="cuda_graph" if kind == "measured" else "model",
-            noisy=noisy,
-            sm_clock_mhz=1755 if kind == "measured" else None,
-            throttle="power cap" if noisy else "",
-        ),
-        provenance=provenance_of(day, origin),
-        kind=kind,
-    )
-
-
-def provenance_of(day: int = 1, origin: str = "host-a") -> Provenance:
-    return Provenance(
-        autoflash="0.1.0",
-        triton="3.6.0",
-        torch="2.10.0",
-        cuda="13.0",
-        driver="580.65",
-        source_hash="deadbeef",
-        created_at=f"2025-03-{day:02d}T12:30:00+00:00",
-        origin=origin,
-    )
-
-
-def trial_of(status: TrialStatus = TrialStatus.ok, **changes: Any) -> Trial:
-    fields: dict[str, Any] = {
-        "problem": PROBLEM,
-        "target": H200,
-        "kernel": KERNEL.name,
-        "config": config_of(),
-        "status": status,
-        "provenance": provenance_of(),
-    }
-    return Trial(**{**fields, **changes})
+from tests.store.support import H200, PROBLEM, problem_of, record_of, trial_of
 
 
 @pytest.fixture

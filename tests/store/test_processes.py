@@ -6,10 +6,10 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from conftest import record_of, trial_of
 
 from autoflash.store.rows import record_to_row
 from autoflash.store.store import Store
+from tests.store.support import record_of, trial_of
 
 PROCESSES = 16
 ROWS = 20
