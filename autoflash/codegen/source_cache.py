@@ -1,6 +1,6 @@
 """Emitted files: written atomically, checked against the rendered text, imported."""
 
-import importlib.util
+import linecache
 import os
 import sys
 import tempfile
@@ -32,16 +32,27 @@ def load(source: Source) -> ModuleType:
     with _lock:
         module = sys.modules.get(name)
         if module is None:
-            spec = importlib.util.spec_from_file_location(name, emit(source))
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[name]
-                raise
+            module = sys.modules[name] = _execute(name, source)
+    return module
+
+
+def _execute(name: str, source: Source) -> ModuleType:
+    """A module of the text that was rendered, at the path where it was written.
+
+    The text is run, not the file: neither the file nor a .pyc beside it is trusted. Triton asks
+    linecache for the lines of each kernel, and gets them from there.
+    """
+    path = str(emit(source))
+    module = ModuleType(name)
+    module.__file__ = path
+    lines = source.text.splitlines(keepends=True)
+    linecache.cache[path] = (len(source.text), None, lines, path)
+    sys.modules[name] = module
+    try:
+        exec(compile(source.text, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoflash.kernels import flash_fwd_model as model
-from autoflash.kernels.flash_fwd_space import SPACE, block_d, block_dv
+from autoflash.kernels.flash_fwd_space import (
+    SPACE,
+    block_d,
+    block_dv,
+    scratch_bytes,
+    shared_bytes,
+)
 from autoflash.kernels.kernel import (
     Access,
     Argument,
@@ -26,6 +32,7 @@ from autoflash.target import Target
 _TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _LOG2_E = 1.4426950408889634
 _MAX_GRID = 2**31 - 1
+_MAX_LENGTH = 2**31 - 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +67,10 @@ class FlashFwd(Kernel):
             return "float32 is not served on a GPU: use float16 or bfloat16"
         if target.vendor == "nvidia" and target.capability < 80:
             return f"{target.arch} is older than sm_80"
+        # Rounded up to whole tiles, lengths are 32-bit numbers in the kernel.
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        if longest > _MAX_LENGTH:
+            return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
         # Even 16-row programs must fit the grid's first dimension.
         if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > _MAX_GRID:
             return f"more than {_MAX_GRID} blocks of 16 query rows: split the batch"
@@ -135,7 +146,7 @@ class FlashFwd(Kernel):
             return Config(**{**config, "LOAD": "pointer", "maxnreg": 0})
         return config
 
-    def default(self, problem: Problem, target: Target) -> Config:
+    def defaults(self, problem: Problem, target: Target) -> list[Config]:
         wide = max(block_d(problem), block_dv(problem))
         values = _preferred(wide, problem.causal, target)
         rows = max(16, next_power_of_2(problem.seqlen_q))
@@ -144,13 +155,16 @@ class FlashFwd(Kernel):
         values["BLOCK_N"] = min(values["BLOCK_N"], max(32, next_power_of_2(problem.seqlen_k)))
         if values["GROUP_HEADS"] > next_power_of_2(problem.batch * problem.heads):
             values["GROUP_HEADS"] = 1
-        # Give up a little at a time until the target and the problem allow it.
+        # Each gives up a little more than the one before.
+        found: dict[Config, None] = {}
         for change in _DEFAULT_STEPS:
-            config = Config(**(values | change))
-            if self.space.why_not(config, problem, target) is None:
-                return config
-            values |= change
-        return config
+            values |= {**change, "BLOCK_M": min(values["BLOCK_M"], change.get("BLOCK_M", 256))}
+            config = Config(**values)
+            need = shared_bytes(config, problem, target) + scratch_bytes(config, problem, target)
+            fits = need <= target.shared_memory
+            if fits and self.space.why_not(config, problem, target) is None:
+                found[config] = None
+        return list(found)
 
     def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
         return model.estimate_blocks_per_sm(problem, config, target)
@@ -161,7 +175,7 @@ class FlashFwd(Kernel):
         return model.estimate_ms(problem, config, target, blocks_per_sm)
 
 
-# What default() changes, in this order, while the config isn't allowed.
+# What defaults() changes, in this order.
 _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
     {},
     {"LOAD": "pointer", "maxnreg": 0},
@@ -170,8 +184,6 @@ _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
     {"BLOCK_N": 32},
     {"BLOCK_M": 64, "num_warps": 4},
     {"num_stages": 1},
-    {"BLOCK_M": 32},
-    {"BLOCK_M": 16},
 )
 
 # Tuned on an H200 (tuning_db/nvidia_h200.json): by padded head dim and causal. Small tiles with
@@ -187,7 +199,7 @@ _HOPPER: dict[tuple[int, bool], dict[str, Any]] = {
 
 
 def _preferred(wide: int, causal: bool, target: Target) -> dict[str, Any]:
-    """The tiles that default() starts from."""
+    """The tiles that defaults() starts from."""
     if target.arch == "sm_90":
         tiles = _HOPPER[64 if wide <= 64 else wide, causal]
         return {**tiles, "LOAD": "tma", "GROUP_HEADS": 8, "DIAGONAL_FIRST": causal}

@@ -25,19 +25,31 @@ def accumulator_registers(config: Config, problem: Problem, target: Target) -> f
 
 
 def shared_bytes(config: Config, problem: Problem, target: Target) -> int:
-    """Shared memory that the operands take at least (Triton adds barriers and scratch).
+    """Shared memory that aligned operands take at least, as read off compiled binaries.
 
-    With cp.async the stage in use is copied to registers first, so one stage less is held.
+    NVIDIA keeps every stage of K and V; with one stage both use the same place. AMD, and sm_120's
+    tensor copies, hold one stage less. Where the matrix unit reads both operands from shared memory
+    (sm_90, sm_100) a query tile of 64 rows or more lies there too.
     """
     size = DTYPE_BYTES[problem.dtype]
-    stages = config.integer("num_stages")
-    if not target.has_tma:
-        stages = max(1, stages - 1)
-    key_value = config.integer("BLOCK_N") * (block_d(problem) + block_dv(problem)) * size
-    # From sm_90 on a query tile of 64 rows or more is an operand in shared memory too.
-    rows = config.integer("BLOCK_M")
-    query = rows * block_d(problem) * size if target.has_tma and rows >= 64 else 0
-    return stages * key_value + query
+    rows, keys, stages = (config.integer(n) for n in ("BLOCK_M", "BLOCK_N", "num_stages"))
+    key, value = (keys * dim * size for dim in (block_d(problem), block_dv(problem)))
+    if target.vendor != "nvidia" or (target.capability == 120 and config["LOAD"] == "tma"):
+        stages -= 1
+    query = 0
+    if target.capability in (90, 100, 103) and rows >= 64:
+        query = rows * block_d(problem) * size
+    return query + (stages * (key + value) if stages > 1 else max(key, value))
+
+
+def scratch_bytes(config: Config, problem: Problem, target: Target) -> int:
+    """Shared memory that Triton may take beside the operands to change layouts: a safe guess."""
+    if target.capability in (90, 100, 103):
+        return 2048
+    # Queries pass through it once, probabilities and the accumulator in parts.
+    keys = config.integer("BLOCK_N")
+    row = max(2 * block_d(problem), block_dv(problem) + 2 * keys)
+    return config.integer("BLOCK_M") * row + 1024
 
 
 def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None:

@@ -112,8 +112,13 @@ class Kernel(ABC):
         """Number of programs."""
 
     @abstractmethod
+    def defaults(self, problem: Problem, target: Target) -> list[Config]:
+        """Configs that run well enough when nothing is known, never none: each more modest than
+        the one before, for when that doesn't build."""
+
     def default(self, problem: Problem, target: Target) -> Config:
-        """A config that runs well enough when nothing is known."""
+        """The first of ``defaults``."""
+        return self.defaults(problem, target)[0]
 
     @abstractmethod
     def adapt(self, config: Config, access: Access) -> Config:

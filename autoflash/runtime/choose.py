@@ -47,15 +47,18 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
             f"AUTOFLASH_MODE=lock and no exact record for {Bucket.of(problem).label()} on "
             f"{target.name}: run `{tune_command(problem)}` there, or unset AUTOFLASH_MODE"
         )
-    return choice or default_choice(kernels[0], problem, target, access)
+    return choice or default_choices(kernels[0], problem, target, access)[0]
 
 
-def default_choice(
+def default_choices(
     kernel: Kernel, problem: Problem, target: Target, access: Access, why: str = "no record fits"
-) -> Choice:
-    """The kernel's own default for the target."""
-    config = kernel.adapt(kernel.default(problem, target), access)
-    return Choice(kernel=kernel, config=config, how="default", layer="kernel", why=why)
+) -> list[Choice]:
+    """The kernel's own defaults for the target, each more modest than the one before."""
+    configs = [kernel.adapt(config, access) for config in kernel.defaults(problem, target)]
+    return [
+        Choice(kernel=kernel, config=config, how="default", layer="kernel", why=why)
+        for config in dict.fromkeys(configs)
+    ]
 
 
 def tune_command(problem: Problem) -> str:

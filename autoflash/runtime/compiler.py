@@ -64,8 +64,9 @@ def compile_source(
     # ptxas's crashes and MLIR pass failures arrive as bare RuntimeErrors and process errors.
     except (
         TritonError, RuntimeError, subprocess.SubprocessError, ValueError, IndexError, OSError,
+        AssertionError,
     ) as error:  # fmt: skip
-        raise CompileError(f"{source.name} for {target.arch}: {_first_lines(error)}") from error
+        raise CompileError(f"{source.name} for {target.arch}: {_reason(error)}") from error
 
 
 def _attributes(signature: dict[str, str], names: list[str]) -> dict[tuple[int], Any]:
@@ -78,6 +79,7 @@ def _attributes(signature: dict[str, str], names: list[str]) -> dict[tuple[int],
     return attributes
 
 
-def _first_lines(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return " ".join(text.split())[:400]
+def _reason(error: BaseException) -> str:
+    """The message on one line. Triton's holds the source first: its reason stands apart."""
+    text = getattr(error, "error_message", None) or str(error).strip() or type(error).__name__
+    return " ".join(str(text).split())[-400:]

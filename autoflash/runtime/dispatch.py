@@ -17,7 +17,7 @@ from torch import Tensor
 from autoflash.errors import AutoFlashError, CompileError
 from autoflash.kernels.kernel import Access, Call
 from autoflash.problem import Problem
-from autoflash.runtime.choose import Choice, choose, default_choice, tune_command
+from autoflash.runtime.choose import Choice, choose, default_choices, tune_command
 from autoflash.runtime.inputs import (
     access_of,
     check_tensors,
@@ -136,13 +136,16 @@ def _launcher_for(problem: Problem, target: Target, access: Access, device: int)
     try:
         return _launcher(choice, problem, target, access, device)
     except CompileError as error:
-        if choice.how == "default":
-            raise
-        # A stored config that no longer builds (another Triton, say) must not stop a model.
-        logger.warning("%s does not build, using the default: %s", choice.config, error)
-        why = f"the stored config does not build: {error}"
-        choice = default_choice(choice.kernel, problem, target, access, why)
-        return _launcher(choice, problem, target, access, device)
+        # A config that doesn't build (a record of another Triton, say) must not stop a model.
+        logger.warning("%s does not build, trying the defaults: %s", choice.config, error)
+        failure = error
+    why = f"the first choice does not build: {failure}"
+    for default in default_choices(choice.kernel, problem, target, access, why):
+        try:
+            return _launcher(default, problem, target, access, device)
+        except CompileError as error:
+            failure = error
+    raise failure
 
 
 def _launcher(choice: Choice, problem: Problem, target: Target, access: Access, device: int) -> Any:

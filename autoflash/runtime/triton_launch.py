@@ -46,7 +46,7 @@ def make_launch(compiled: CompiledKernel) -> Launch:
     """A function that launches ``compiled`` on the device that is current now."""
     run = load_binary(compiled)
     raw = _raw_launcher(run)
-    if raw is None or run.global_scratch_size or run.profile_scratch_size:
+    if raw is None:
         return _general_launch(compiled, run)
     function, metadata = compiled.function, compiled.packed_metadata
     cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
@@ -95,12 +95,14 @@ def _bind_context() -> None:
 
 def takes_encoded(compiled: CompiledKernel) -> bool:
     """Whether ``make_launch`` wants descriptors encoded (else Triton encodes them at each call)."""
-    run = load_binary(compiled)
-    return _raw_launcher(run) is not None and not run.global_scratch_size
+    return _raw_launcher(load_binary(compiled)) is not None
 
 
 def _raw_launcher(run: Any) -> Any:
-    """The C function below Triton's Python launcher; None if this Triton hides it."""
+    """The C function below Triton's Python launcher; None if this Triton hides it, or if the
+    kernel wants scratch memory, which the Python launcher allocates."""
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
     launch = getattr(run, "launch", None)
     if inspect.isbuiltin(launch):
         return launch

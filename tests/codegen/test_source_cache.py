@@ -1,8 +1,10 @@
 """Emitted files: written once, atomically, never trusted, imported once."""
 
 import errno
+import importlib.util
 import multiprocessing
 import os
+import py_compile
 import stat
 import subprocess
 import sys
@@ -251,3 +253,18 @@ def test_the_module_name_and_triton_key_are_those_of_any_process(folder, tmp_pat
     module = load(source)
     assert module.__name__ == f"autoflash_generated.{source.name}"
     assert done.stdout.split() == [module.__name__, module.flash_fwd.cache_key]
+
+
+def test_compiled_code_beside_the_file_is_not_run(folder):
+    """Whoever can write the folder can plant a .pyc; the text that was rendered is run instead."""
+    source = source_of("VALUE = 'rendered'\n")
+    path = emit(source)
+    evil = folder / "evil.py"
+    evil.write_text("VALUE = 'planted'\n")
+    py_compile.compile(
+        str(evil),
+        cfile=importlib.util.cache_from_source(str(path)),
+        dfile=str(path),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )
+    assert load(source).VALUE == "rendered"

@@ -361,10 +361,14 @@ def test_serves_refuses_with_the_way_out():
 
 def test_serves_knows_the_largest_grid():
     # 2^31 - 1 programs of 16 rows are the most that the grid's first dimension takes.
-    most = problem_of(batch=1, heads=1, kv_heads=1, seqlen_q=2**31 - 1, causal=False)
+    most = problem_of(batch=1, heads=1, kv_heads=1, seqlen_q=2**31 - 512, causal=False)
     assert KERNEL.serves(most, H100) is None
-    more = dataclasses.replace(most, batch=16)
+    more = dataclasses.replace(most, batch=17)
     assert "split the batch" in KERNEL.serves(more, H100)
+    # Rounded up to a tile, a longer length would not fit in 32 bits.
+    for name in ("seqlen_q", "seqlen_k"):
+        longer = dataclasses.replace(most, **{name: 2**31 - 511})
+        assert KERNEL.serves(longer, H100).startswith("a length of 2147483137: the longest")
     exact = problem_of(batch=2**31 - 1, heads=1, kv_heads=1, seqlen_q=16)
     assert KERNEL.serves(exact, H100) is None
     assert KERNEL.grid(exact, config_of(BLOCK_M=16)) == 2**31 - 1

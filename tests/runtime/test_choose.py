@@ -10,7 +10,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import ALIGNED, Access
 from autoflash.problem import Bucket, Problem
 from autoflash.runtime import choose as module
-from autoflash.runtime.choose import choose, default_choice, tune_command
+from autoflash.runtime.choose import choose, default_choices, tune_command
 from autoflash.settings import settings
 from autoflash.store.record import Measurement, Provenance, TuningRecord
 from autoflash.store.store import Store
@@ -164,8 +164,8 @@ def test_pointers_stay_as_they_are(store, access):
 def test_the_default_is_adapted_too(monkeypatch):
     tma = but(DEFAULT, LOAD="tma")
     monkeypatch.setattr(type(KERNEL), "default", lambda self, problem, target: tma)
-    assert default_choice(KERNEL, PROBLEM, H200, ALIGNED, "so").config == tma
-    found = default_choice(KERNEL, PROBLEM, H200, UNALIGNED, "so")
+    assert default_choices(KERNEL, PROBLEM, H200, ALIGNED, "so")[0].config == tma
+    found = default_choices(KERNEL, PROBLEM, H200, UNALIGNED, "so")[0]
     assert (found.config, found.how, found.why) == (KERNEL.adapt(tma, UNALIGNED), "default", "so")
     assert found.config["LOAD"] == "pointer"
 

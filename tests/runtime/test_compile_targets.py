@@ -122,11 +122,6 @@ def spills_nothing(case: Case) -> bool:
     return case.target.arch == "sm_90" if case.load == "tma" else max(case.shape) < 256
 
 
-def bound_is_low(case: Case) -> bool:
-    """Where shared_bytes() is a lower bound: not for loads that Triton doesn't pipeline."""
-    return case.aligned and case.target.arch != "sm_120"
-
-
 def test_the_sample_is_balanced():
     assert len(CASES) == 15 * 5 * 3 * 2
     assert {(c.target_name, c.load, c.aligned) for c in BY_DEFAULT} == set(BUILDS)
@@ -158,7 +153,8 @@ def test_the_variant_compiles_and_fits(case):
     assert resources.blocks_per_sm(4 * target.warp_size, target) >= 1
     if spills_nothing(case):
         assert resources.spills == 0
-    if bound_is_low(case):
+    # Unaligned loads are not pipelined: no bound is claimed for them.
+    if case.aligned:
         assert shared_bytes(case.config, case.problem, target) <= resources.shared_bytes
     if target.vendor == "nvidia":
         check_loads(case, compiled.asm["ptx"])
@@ -184,13 +180,7 @@ def check_loads(case: Case, ptx: str) -> None:
 
 # -- defaults --------------------------------------------------------------------------------------
 
-# Left out: defaults that need more shared memory than the target has (arch, wider head dim).
-TOO_LARGE = {("sm_89", 192), ("sm_89", 256), ("gfx942", 128), ("gfx942", 256)}
-DEFAULTS = [
-    (name, shape, causal)
-    for name, shape, causal in itertools.product(TARGETS, SHAPES, (False, True))
-    if (NAMED_TARGETS[name].arch, max(shape)) not in TOO_LARGE
-]
+DEFAULTS = list(itertools.product(TARGETS, SHAPES, (False, True)))
 _lot = random.Random(SEED)
 DEFAULTS_BY_DEFAULT = {_lot.choice([d for d in DEFAULTS if d[0] == name]) for name in TARGETS}
 
@@ -229,7 +219,7 @@ def test_what_triton_refuses_is_a_compile_error():
         compile_config(KERNEL, PROBLEM, small(BLOCK_M=96), ALIGNED, H100)
     cause = seen.value.__cause__
     assert isinstance(cause, TritonError)
-    assert "arange's range must be a power of 2" in str(cause)
+    assert "arange's range must be a power of 2" in str(seen.value)
 
 
 def test_what_the_assembler_refuses_is_a_compile_error_with_its_reason(capfd):

@@ -1,0 +1,59 @@
+"""What dispatch does when a config does not build; no GPU is needed for that."""
+
+import logging
+
+import pytest
+
+from autoflash.errors import CompileError
+from autoflash.kernels import KERNELS
+from autoflash.kernels.kernel import ALIGNED
+from autoflash.problem import Problem
+from autoflash.runtime import dispatch
+from autoflash.target import named_target
+
+KERNEL = KERNELS["flash_fwd"]
+TARGET = named_target("a100")
+PROBLEM = Problem.parse({"batch": 1, "heads": 2, "seqlen": 1024, "head_dim": 128})
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Configs that were built, the first of which (as many as ``tried.bad``) don't."""
+
+    class Tried(list):
+        bad = 0
+
+    tried = Tried()
+
+    def build(choice, problem, target, access, device):
+        tried.append(choice)
+        if len(tried) <= tried.bad:
+            raise CompileError(f"number {len(tried)} is too large")
+        return choice
+
+    monkeypatch.setattr(dispatch, "_launcher", build)
+    return tried
+
+
+def test_a_default_that_does_not_build_gives_way_to_a_more_modest_one(tried, caplog):
+    tried.bad = 3
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        launcher = dispatch._launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+    # The first default is tried once as the choice and once as a default.
+    assert launcher.config == KERNEL.defaults(PROBLEM, TARGET)[2]
+    assert launcher.why == "the first choice does not build: number 1 is too large"
+    (warning,) = caplog.records
+    assert "trying the defaults: number 1 is too large" in warning.getMessage()
+
+
+def test_when_nothing_builds_the_last_reason_is_raised(tried):
+    tried.bad = 99
+    with pytest.raises(CompileError, match=f"number {1 + len(KERNEL.defaults(PROBLEM, TARGET))} "):
+        dispatch._launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+
+
+def test_defaults_get_more_modest(tried):
+    configs = KERNEL.defaults(PROBLEM, TARGET)
+    sizes = [c["BLOCK_M"] * c["BLOCK_N"] * c["num_stages"] for c in configs]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(configs)) == len(configs) > 2
