@@ -147,7 +147,7 @@ def show(
     """Records in full: problem, config, time, evidence and the emitted file."""
     from autoflash.problem import canonical_dtype, parse_length
     from autoflash.report import record_panel
-    from autoflash.tuning.tune import emitted_path
+    from autoflash.tuning.progress import emitted_path
 
     wanted: dict[str, Any] = {"causal": causal}
     wanted["seqlen_q"] = seqlen and parse_length("seqlen", seqlen)

@@ -15,7 +15,7 @@ from rich.text import Text
 from autoflash.problem import Problem
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.target import Target
-from autoflash.tuning.tune import Listener, StudyPlan, TuneResult
+from autoflash.tuning.progress import Listener, StudyPlan, TuneResult
 
 if TYPE_CHECKING:
     from autoflash.diagnosis import Finding

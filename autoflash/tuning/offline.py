@@ -8,9 +8,7 @@ from autoflash.problem import Problem
 from autoflash.store.record import Measurement, Trial, TrialStatus
 from autoflash.store.store import Store
 from autoflash.tuning.job import Candidate, Outcome
-from autoflash.tuning.runner import Runner
-from autoflash.tuning.search import ranked
-from autoflash.tuning.tune import (
+from autoflash.tuning.progress import (
     Budget,
     Listener,
     StudyPlan,
@@ -19,6 +17,8 @@ from autoflash.tuning.tune import (
     make_record,
     make_trial,
 )
+from autoflash.tuning.runner import Runner
+from autoflash.tuning.search import ranked
 
 # The written model orders the space well enough that compiling more of it seldom changes the top.
 DEFAULT_TRIALS = 24

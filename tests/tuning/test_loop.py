@@ -12,11 +12,14 @@ from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.problem import Bucket
 from autoflash.store.record import TrialStatus
 from autoflash.target import named_target
+from autoflash.tuning import study
 from autoflash.tuning import tune as loop
 from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.progress import Budget, Listener, StudyPlan, make_record
 from autoflash.tuning.runner import RecordedRunner
 from autoflash.tuning.search import Search
-from autoflash.tuning.tune import Budget, Listener, StudyPlan, make_record, tune, tune_one
+from autoflash.tuning.study import tune_one
+from autoflash.tuning.tune import tune
 
 AMPLE = Budget(seconds=600, trials=None)
 Status = TrialStatus
@@ -321,7 +324,7 @@ class Slow(RecordedRunner):
 def clock(monkeypatch):
     clock = types.SimpleNamespace(now=100.0, step=1.0, finals=None)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(study, "time", clock)
     monkeypatch.setattr(Slow, "clock", clock)
     return clock
 

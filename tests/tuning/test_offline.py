@@ -13,9 +13,10 @@ from autoflash.store.store import Store
 from autoflash.target import named_target
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.offline import predict, tune_offline
+from autoflash.tuning.progress import Budget, Listener, StudyPlan
 from autoflash.tuning.resources import Resources
 from autoflash.tuning.runner import LiveRunner, RecordedRunner
-from autoflash.tuning.tune import Budget, Listener, StudyPlan, tune
+from autoflash.tuning.tune import tune
 
 H100 = named_target("h100")
 PROBLEM = Problem(
@@ -188,7 +189,7 @@ def test_an_interruption_keeps_what_was_ranked(lab, store):
 
 
 def test_a_prediction_never_hides_a_measurement(lab, store):
-    from autoflash.tuning.tune import tune_one
+    from autoflash.tuning.study import tune_one
 
     recorded = lab.trials()
     measured = tune_one(lab.problem, lab.runner(recorded), store, AMPLE, Listener()).record
