@@ -43,6 +43,11 @@ def isolated(
     monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path_factory.mktemp("db") / "store.sqlite"))
     monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(kernel_folder))
     monkeypatch.setenv("AUTOFLASH_ORIGIN", "test")
+    if not request.path.is_relative_to(GPU_TESTS):
+        # The same on every machine: what doesn't need a GPU is tested without one.
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            monkeypatch.setenv(variable, "")
     # The store's own tests bring the shipped records that they look up.
     if not request.path.is_relative_to(HERE / "store"):
         monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")
