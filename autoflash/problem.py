@@ -168,14 +168,18 @@ class Bucket:
     def distance(self, other: "Bucket") -> float | None:
         """How far ``other``'s best config is likely to be from ours, in octaves of size.
 
-        None when the code differs so that a config doesn't carry over.
+        None when the code differs so that a config doesn't carry over. float16 and bfloat16 take
+        the same instructions and registers: their configs do.
         """
-        for name in ("op", "dtype", "head_dim", "head_dim_v", "causal"):
+        for name in ("op", "head_dim", "head_dim_v", "causal"):
             if getattr(self, name) != getattr(other, name):
                 return None
+        if other.dtype not in kindred_dtypes(self.dtype):
+            return None
         octaves = abs(_log2(self.batch_heads) - _log2(other.batch_heads)) / 2
         octaves += abs(_log2(self.seqlen_k) - _log2(other.seqlen_k))
         octaves += abs(_log2(self.seqlen_q) - _log2(other.seqlen_q))
+        octaves += 0.25 if self.dtype != other.dtype else 0.0
         return octaves + (0.5 if self.group != other.group else 0.0)
 
     def label(self) -> str:
@@ -194,6 +198,12 @@ def canonical_dtype(name: object) -> str:
     if text not in DTYPE_BYTES:
         raise InvalidInputError(f"dtype={name!r}: must be one of {', '.join(DTYPE_BYTES)}")
     return text
+
+
+def kindred_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes, ``dtype`` among them, whose kernels want the same configs."""
+    pair = ("float16", "bfloat16")
+    return pair if dtype in pair else (dtype,)
 
 
 def parse_length(name: str, value: object) -> int:

@@ -305,6 +305,7 @@ def test_problems_of_a_size_share_a_bucket():
         ({"seqlen_k": 4096}, 3.0),
         ({"batch": 4}, 0.5),
         ({"kv_heads": 8}, 0.5),
+        ({"dtype": "bfloat16"}, 0.25),
         ({"seqlen_q": 64, "seqlen_k": 256, "batch": 8, "kv_heads": 8}, 3.5),
     ],
 )
@@ -316,7 +317,7 @@ def test_distance_in_octaves(changes, expected):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16"}, {"head_dim": 64}, {"head_dim_v": 80}, {"causal": False}],
+    [{"dtype": "float32"}, {"head_dim": 64}, {"head_dim_v": 80}, {"causal": False}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_no_distance_between_different_code(changes):

@@ -101,6 +101,8 @@ def takes_encoded(compiled: CompiledKernel) -> bool:
 def _raw_launcher(run: Any) -> Any:
     """The C function below Triton's Python launcher; None if this Triton hides it, or if the
     kernel wants scratch memory, which the Python launcher allocates."""
+    if type(run).__name__ != "CudaLauncher":
+        return None  # AMD's launcher takes other arguments
     if run.global_scratch_size or run.profile_scratch_size:
         return None
     launch = getattr(run, "launch", None)

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement
 
 from autoflash.errors import InvalidInputError
-from autoflash.problem import Bucket, Problem
+from autoflash.problem import Bucket, Problem, kindred_dtypes
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.plain import (
     TARGET_FIELDS,
@@ -74,7 +74,8 @@ def trial_from_row(row: Mapping[str, Any]) -> Trial:
 
 def same_code(table: type[RecordRow], bucket: Bucket) -> list[ColumnElement[bool]]:
     """Rows whose config could carry over to ``bucket``."""
-    return _equal(table, ((name, getattr(bucket, name)) for name in CODE_FIELDS))
+    equal = ((name, getattr(bucket, name)) for name in CODE_FIELDS if name != "dtype")
+    return [*_equal(table, equal), table.dtype.in_(kindred_dtypes(bucket.dtype))]
 
 
 def same_bucket(table: type[RecordRow | TrialRow], bucket: Bucket) -> list[ColumnElement[bool]]:

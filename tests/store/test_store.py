@@ -141,22 +141,20 @@ def test_neighbours_are_the_best_of_each_other_bucket_nearest_first(store, make)
     near = make.problem(batch=4)  # half an octave
     far = make.problem(seqlen_q=16000, seqlen_k=16384)  # five octaves
     group = make.problem(kv_heads=16, seqlen_k=8192)  # one and a half
-    expected = [make.record(problem=p, ms=2.0, day=5) for p in (near, group, far)]
+    twin = make.problem(dtype="float16", batch=4)  # a quarter more than near
+    expected = [make.record(problem=p, ms=2.0, day=5) for p in (near, twin, group, far)]
     for record in (
         make.record(),
-        expected[2],
-        expected[1],
-        expected[0],
+        *reversed(expected),
         make.record(problem=near, ms=1.0, day=4),
         make.record(problem=near, ms=1.0, day=9, noisy=True),
         make.record(problem=make.problem(batch=8), kind="predicted"),
         make.record(problem=make.problem(causal=False)),
-        make.record(problem=make.problem(dtype="float16", batch=4)),
         make.record(problem=near, target=named_target("h100"), day=9),
     ):
         store.add_record(record)
     assert store.neighbours(make.bucket, make.h200) == expected
-    assert [make.bucket.distance(r.bucket) for r in expected] == [0.5, 1.5, 5.0]
+    assert [make.bucket.distance(r.bucket) for r in expected] == [0.5, 0.75, 1.5, 5.0]
 
 
 def test_siblings_are_other_targets_of_the_arch(store, make):
