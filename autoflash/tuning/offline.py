@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
-from autoflash.store.record import Measurement, Trial, TrialStatus
+from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
 from autoflash.store.store import Store
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import (
@@ -22,50 +22,38 @@ from autoflash.tuning.search import ranked
 
 # The written model orders the space well enough that compiling more of it seldom changes the top.
 DEFAULT_TRIALS = 24
+# Of these at least so many should survive; else the search goes on.
+_ENOUGH = 4
+# What a spilled byte per thread costs, as fitted to the same trials as the written model.
+_SPILL_COST = 3e-4
 
 
 def tune_offline(
     problem: Problem, runner: Runner, store: Store, budget: Budget, listener: Listener
 ) -> TuneResult:
     """Compile the best-ranked candidates, drop what overflows or spills, rank the rest again with
-    the binaries' real resources, and store the first as predicted."""
+    the binaries' real resources, and store the first as predicted.
+
+    Where everything spills (wide heads on older GPUs), those that spill least are ranked instead.
+    """
     begin = time.monotonic()
-    target = runner.target
-    candidates = ranked(kernels_for(problem, target), problem, target)
-    chosen = candidates[: budget.trials or DEFAULT_TRIALS]
-    plan = StudyPlan(space=len(candidates), resumed=0, most=len(chosen), seconds=budget.seconds)
-    listener.started(problem, target, plan)
-    queue = iter(chosen)
-    waiting: dict[Future[Outcome], Candidate] = {}
-    trials: list[Trial] = []
+    study = _OfflineStudy(problem, runner, store, listener)
+    most = min(budget.trials or DEFAULT_TRIALS, len(study.candidates))
+    plan = StudyPlan(space=len(study.candidates), resumed=0, most=most, seconds=budget.seconds)
+    listener.started(problem, runner.target, plan)
     interrupted = False
     try:
-        while time.monotonic() - begin < budget.seconds:
-            while len(waiting) < 2 * runner.workers and (c := next(queue, None)) is not None:
-                waiting[runner.compile(problem, c)] = c
-            if not waiting:
-                break
-            left = max(0.0, budget.seconds - (time.monotonic() - begin))
-            for future in wait(waiting, timeout=left, return_when=FIRST_COMPLETED).done:
-                trial = predict(problem, runner, waiting.pop(future), future.result())
-                store.add_trial(trial)
-                trials.append(trial)
-                listener.tried(trial, min(map(_time, _survivors(trials)), default=None))
+        study.run(begin + budget.seconds, budget.trials)
     except KeyboardInterrupt:
         interrupted = True
-    for future in waiting:
-        future.cancel()
-    record = None
-    if survivors := sorted(_survivors(trials), key=_time):
-        record = make_record(survivors[0], _model_time(_time(survivors[0])), "predicted")
-        store.add_record(record)
+    record = study.conclude()
     result = TuneResult(
         problem=problem,
-        target=target,
+        target=runner.target,
         record=record,
-        trials=trials,
+        trials=study.trials,
         resumed=0,
-        space=len(candidates),
+        space=len(study.candidates),
         seconds=time.monotonic() - begin,
         path=emitted_path(record),
         interrupted=interrupted,
@@ -74,21 +62,96 @@ def tune_offline(
     return result
 
 
-def predict(problem: Problem, runner: Runner, candidate: Candidate, outcome: Outcome) -> Trial:
+class _OfflineStudy:
+    def __init__(self, problem: Problem, runner: Runner, store: Store, listener: Listener) -> None:
+        self.problem = problem
+        self.candidates = ranked(kernels_for(problem, runner.target), problem, runner.target)
+        self.trials: list[Trial] = []
+        self._runner = runner
+        self._store = store
+        self._listener = listener
+        self._compiled: list[tuple[Candidate, Outcome]] = []
+
+    def run(self, deadline: float, limit: int | None) -> None:
+        """Compile in the ranking's order until the limit, the deadline or the space ends."""
+        queue = iter(self.candidates[:limit])
+        waiting: dict[Future[Outcome], Candidate] = {}
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                while len(waiting) < self._room(limit) and (c := next(queue, None)) is not None:
+                    waiting[self._runner.compile(self.problem, c)] = c
+                if not waiting:
+                    break
+                for future in wait(waiting, left, FIRST_COMPLETED).done:
+                    candidate, outcome = waiting.pop(future), future.result()
+                    self._compiled.append((candidate, outcome))
+                    self._keep(predict(self.problem, self._runner, candidate, outcome))
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def conclude(self) -> TuningRecord | None:
+        """Store and return the record of the first in the ranking; None if nothing is left."""
+        if not _survivors(self.trials):
+            spilled = [pair for pair in self._compiled if _spills_only(pair[1], self._runner)]
+            least = sorted(spilled, key=lambda pair: _spills(pair[1]))[:_ENOUGH]
+            for candidate, outcome in least:
+                self._keep(predict(self.problem, self._runner, candidate, outcome, may_spill=True))
+        survivors = sorted(_survivors(self.trials), key=_time)
+        if not survivors:
+            return None
+        record = make_record(survivors[0], _model_time(_time(survivors[0])), "predicted")
+        self._store.add_record(record)
+        return record
+
+    def _room(self, limit: int | None) -> int:
+        """How many compilations may be under way now."""
+        depth = 2 * self._runner.workers
+        if limit is not None or len(_survivors(self.trials)) < _ENOUGH:
+            return depth
+        return min(depth, DEFAULT_TRIALS - len(self.trials))
+
+    def _keep(self, trial: Trial) -> None:
+        self._store.add_trial(trial)
+        self.trials.append(trial)
+        best = min(map(_time, _survivors(self.trials)), default=None)
+        self._listener.tried(trial, best)
+
+
+def predict(
+    problem: Problem,
+    runner: Runner,
+    candidate: Candidate,
+    outcome: Outcome,
+    *,
+    may_spill: bool = False,
+) -> Trial:
     """The trial of a compiled candidate: the model's time, or why it is dropped."""
     resources = outcome.resources
     if outcome.status is not TrialStatus.ok or resources is None:
         return make_trial(problem, runner, candidate, outcome)
     kernel, config, target = candidate.kernel, candidate.config, runner.target
-    if resources.spills:
-        reason = f"spills {resources.spills} bytes of registers per thread"
+    reason = f"spills {resources.spills} bytes of registers per thread" if resources.spills else ""
+    if reason and not may_spill:
         spilled = Outcome(status=TrialStatus.out_of_resources, reason=reason, resources=resources)
         return make_trial(problem, runner, candidate, spilled)
     threads = config.integer("num_warps") * target.warp_size
     blocks = resources.blocks_per_sm(threads, target)
     predicted = kernel.estimate_ms(problem, config, target, blocks)
-    ranked_outcome = Outcome(status=TrialStatus.predicted, resources=resources)
+    predicted *= 1 + _SPILL_COST * resources.spills
+    ranked_outcome = Outcome(status=TrialStatus.predicted, reason=reason, resources=resources)
     return make_trial(problem, runner, candidate, ranked_outcome, predicted)
+
+
+def _spills(outcome: Outcome) -> int:
+    return outcome.resources.spills if outcome.resources else 0
+
+
+def _spills_only(outcome: Outcome, runner: Runner) -> bool:
+    """Whether spilling is all that is held against a compiled candidate."""
+    resources = outcome.resources
+    fits = resources is not None and resources.why_not(runner.target) is None
+    return outcome.status is TrialStatus.ok and fits and _spills(outcome) > 0
 
 
 def _survivors(trials: list[Trial]) -> list[Trial]:

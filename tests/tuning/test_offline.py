@@ -166,6 +166,36 @@ def test_at_most_24_unless_told_otherwise(lab, store):
     assert len(runner.asked) == len(result.trials) == 24
 
 
+def test_where_everything_spills_those_that_spill_least_are_ranked(lab, store):
+    spilling = [dataclasses.replace(t, spills=16 * (i + 1)) for i, t in enumerate(lab.trials())]
+    result = tune_offline(lab.problem, lab.runner(spilling), store, AMPLE, Listener())
+    dropped, ranked = result.trials[:24], result.trials[24:]
+    assert {t.status for t in dropped} == {TrialStatus.out_of_resources}
+    assert [t.spills for t in ranked] == [16, 32, 48, 64]
+    for trial in ranked:
+        resources = Resources(shared_bytes=4096, registers=128, spills=trial.spills)
+        blocks = resources.blocks_per_sm(32 * trial.config["num_warps"], lab.a100)
+        clean = lab.kernel.estimate_ms(lab.problem, trial.config, lab.a100, blocks)
+        assert trial.status is TrialStatus.predicted
+        assert trial.reason == f"spills {trial.spills} bytes of registers per thread"
+        assert trial.predicted_ms == pytest.approx(clean * (1 + 3e-4 * trial.spills), rel=1e-12)
+    assert result.record.config == min(ranked, key=lambda t: t.predicted_ms).config
+
+
+def test_when_few_survive_the_ranking_is_walked_further(lab, store):
+    problem = dataclasses.replace(lab.problem, seqlen_q=128, seqlen_k=128, causal=False)
+    ranking = {c.config: place for place, c in enumerate(lab.candidates(problem))}
+    recorded = [
+        dataclasses.replace(t, spills=0 if ranking[t.config] in (3, 30, 31, 32, 33) else 8)
+        for t in lab.trials(problem=problem)
+    ]
+    runner = lab.runner(recorded)
+    result = tune_offline(problem, runner, store, AMPLE, Listener())
+    # Four survivors are enough: the 33rd place gives the fourth, up to two more are under way.
+    assert 33 <= len(runner.asked) <= 35
+    assert len([t for t in result.trials if t.predicted_ms is not None]) >= 4
+
+
 def test_nothing_survives(lab, store):
     recorded = lab.trials(dict.fromkeys(range(24), TrialStatus.compile_error))
     result = tune_offline(lab.problem, lab.runner(recorded), store, AMPLE, Listener())
