@@ -13,7 +13,7 @@ from autoflash.errors import OutOfResourcesError
 from autoflash.kernels.kernel import Access, Argument, Call, Descriptor, Kernel, Pointer
 from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_source
-from autoflash.runtime.triton_launch import AddressOnly, encode_descriptor, make_launch
+from autoflash.runtime.triton_launch import AddressOnly, make_encoder, make_launch
 from autoflash.space import Config
 from autoflash.target import Target
 
@@ -43,6 +43,7 @@ class Launcher:
             self.launch = make_launch(self.compiled)
         except TritonError as error:
             raise OutOfResourcesError(f"{self.source.name} on {target.name}: {error}") from error
+        self.encode = make_encoder(self.compiled)
         self.constexprs = tuple(kernel.constexprs(problem, config).values())
 
     def bind(self, call: Call) -> "BoundLauncher":
@@ -97,4 +98,4 @@ class BoundLauncher:
             list(descriptor.strides),
             list(descriptor.block),
         )
-        return encode_descriptor(self.launcher.compiled, index, host)
+        return self.launcher.encode(index, host)

@@ -19,6 +19,7 @@ _thread = threading.local()
 
 # (programs, stream, arguments with the constexprs in their places)
 Launch = Callable[[int, int, Sequence[Any]], None]
+Encoder = Callable[[int, TensorDescriptor], list[Any]]
 
 
 class AddressOnly:
@@ -34,17 +35,12 @@ class AddressOnly:
         return self.address
 
 
-def load_binary(compiled: CompiledKernel) -> Any:
-    """Load the binary on the current device and return Triton's launcher object for it.
-
-    Raises Triton's OutOfResources when the device has less than the binary asks for.
-    """
-    return compiled.run
-
-
 def make_launch(compiled: CompiledKernel) -> Launch:
-    """A function that launches ``compiled`` on the device that is current now."""
-    run = load_binary(compiled)
+    """A function that launches ``compiled`` on the device that is current now.
+
+    Loads the binary there: raises Triton's OutOfResources when the device has less than it needs.
+    """
+    run = compiled.run
     raw = _raw_launcher(run)
     if raw is None:
         return _general_launch(compiled, run)
@@ -65,22 +61,22 @@ def make_launch(compiled: CompiledKernel) -> Launch:
     return launch
 
 
-def encode_descriptor(
-    compiled: CompiledKernel, index: int, descriptor: TensorDescriptor
-) -> list[Any]:
-    """The flat arguments that stand for the kernel's ``index``-th tensor descriptor.
-
-    With ``takes_encoded(compiled)`` false, the descriptor itself.
-    """
+def make_encoder(compiled: CompiledKernel) -> Encoder:
+    """A function of (index, descriptor): the flat arguments that stand for the kernel's index-th
+    tensor descriptor, or the descriptor itself where ``takes_encoded(compiled)`` is false."""
     if not takes_encoded(compiled):
-        return [descriptor]
+        return lambda index, descriptor: [descriptor]
     from triton.backends.nvidia import driver
 
-    _bind_context()
     metadata = compiled.metadata.tensordesc_meta
     encode = driver.make_tensordesc_arg
     extra = [None] * (len(inspect.signature(encode).parameters) - 2)
-    return list(encode(descriptor, metadata[index] if metadata else None, *extra))
+
+    def encoder(index: int, descriptor: TensorDescriptor) -> list[Any]:
+        _bind_context()
+        return list(encode(descriptor, metadata[index] if metadata else None, *extra))
+
+    return encoder
 
 
 def _bind_context() -> None:
@@ -95,7 +91,7 @@ def _bind_context() -> None:
 
 def takes_encoded(compiled: CompiledKernel) -> bool:
     """Whether ``make_launch`` wants descriptors encoded (else Triton encodes them at each call)."""
-    return _raw_launcher(load_binary(compiled)) is not None
+    return _raw_launcher(compiled.run) is not None
 
 
 def _raw_launcher(run: Any) -> Any:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from autoflash.runtime import triton_launch
 from autoflash.runtime.triton_launch import (
     AddressOnly,
-    encode_descriptor,
+    make_encoder,
     make_launch,
     takes_encoded,
 )
@@ -136,7 +136,7 @@ def test_without_the_c_launcher_a_descriptor_stays_as_it_is():
     descriptor = describe()
     compiled = compiled_of(Recorder())
     assert not takes_encoded(compiled)
-    assert encode_descriptor(compiled, 0, descriptor) == [descriptor]
+    assert make_encoder(compiled)(0, descriptor) == [descriptor]
 
 
 def test_a_launcher_with_scratch_takes_descriptors_as_they_are():
@@ -153,8 +153,8 @@ def test_descriptors_are_encoded_by_triton_each_with_its_own_metadata(monkeypatc
 
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", make_tensordesc_arg)
     compiled = compiled_of(triton_launcher(noting), tensordesc_meta=["q", "k", "v"])
-    assert encode_descriptor(compiled, 1, describe(0x5000)) == ["map", 500, 64]
-    assert encode_descriptor(compiled, 2, describe(0x6000)) == ["map", 500, 64]
+    assert make_encoder(compiled)(1, describe(0x5000)) == ["map", 500, 64]
+    assert make_encoder(compiled)(2, describe(0x6000)) == ["map", 500, 64]
     assert calls == [(0x5000, "k"), (0x6000, "v")]
     assert bindings == [threading.get_ident()]
 
@@ -167,11 +167,11 @@ def test_each_thread_binds_a_context_before_it_encodes(monkeypatch, bindings):
         lambda descriptor, metadata: [bound_before.append(threading.get_ident() in bindings)],
     )
     compiled = compiled_of(triton_launcher(noting))
-    encode_descriptor(compiled, 0, describe())
-    thread = threading.Thread(target=encode_descriptor, args=(compiled, 0, describe()))
+    make_encoder(compiled)(0, describe())
+    thread = threading.Thread(target=make_encoder(compiled), args=(0, describe()))
     thread.start()
     thread.join()
-    encode_descriptor(compiled, 0, describe())
+    make_encoder(compiled)(0, describe())
     assert bound_before == [True] * 3
     assert len(bindings) == len(set(bindings)) == 2
 
@@ -182,14 +182,14 @@ def test_a_triton_whose_encoder_takes_more_gets_none_for_the_rest(monkeypatch, b
 
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", make_tensordesc_arg)
     compiled = compiled_of(triton_launcher(noting), tensordesc_meta=["q"])
-    assert encode_descriptor(compiled, 0, describe()) == [500, "q", None]
+    assert make_encoder(compiled)(0, describe()) == [500, "q", None]
 
 
 def test_without_copy_engine_a_descriptor_becomes_pointer_shape_and_strides(bindings):
     # Triton itself does this, when the binary has no metadata of descriptors.
     compiled = compiled_of(triton_launcher(noting))
     descriptor = describe(0x7000)
-    flat = encode_descriptor(compiled, 0, descriptor)
+    flat = make_encoder(compiled)(0, descriptor)
     assert flat[0] is descriptor.base
     assert [x for x in flat[1:] if not isinstance(x, bool)][:8] == [
         *descriptor.shape, *descriptor.strides,
