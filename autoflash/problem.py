@@ -107,6 +107,10 @@ class Problem:
         dims = self.head_dim + self.head_dim_v
         return 2 * self.batch * self.heads * self.visible_pairs * dims
 
+    def tflops(self, ms: float) -> float:
+        """The rate, in TFLOP/s, of a run that takes ``ms`` milliseconds."""
+        return self.flops / ms * 1e-9
+
     @property
     def min_bytes(self) -> int:
         """Bytes that must move at least: q, k and v read once, out and LSE written once."""

@@ -6,6 +6,7 @@ j <= i + Sk - Sq. A row that sees no key has out = 0, LSE = -inf and passes no g
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -81,12 +82,22 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: flo
     return _per_kv_head(torch.softmax(scores, dim=-1).nan_to_num(0.0), v)
 
 
-def error_allowance(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> float:
+def error_allowance(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    exact: Tensor | None = None,
+) -> float:
     """The accuracy rule: the largest error that is allowed against fp64 on the same inputs.
 
-    Twice the error of plain_attention in the same dtype, plus 1e-3 (1e-5 for fp32).
+    Twice the error of plain_attention in the same dtype, plus 1e-3 (1e-5 for fp32). ``exact`` is
+    exact_attention's out, where the caller has it.
     """
-    exact, _ = exact_attention(q, k, v, causal=causal, scale=scale)
+    if exact is None:
+        exact, _ = exact_attention(q, k, v, causal=causal, scale=scale)
     plain = plain_attention(q, k, v, causal=causal, scale=scale)
     error = (plain.double() - exact).abs().max().item() if plain.numel() else 0.0
     return 2 * error + (1e-3 if q.dtype in (torch.float16, torch.bfloat16) else 1e-5)
@@ -125,35 +136,36 @@ def _per_kv_head(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, rows: Tensor, hidden: Tensor | None) -> Tensor:
-    """weights @ rows, in which a hidden row does not count, even if it holds NaN (0 * NaN is NaN).
-
-    What sees a row that isn't finite comes out as NaN.
-    """
-    bad = ~torch.isfinite(rows)
-    if hidden is None or not bool(bad.any()):
-        return _per_kv_head(weights, rows)
-    seen = (~hidden).to(weights.dtype).expand_as(weights)
-    sees_bad = _per_kv_head(seen, bad.to(weights.dtype)) > 0
-    return _per_kv_head(weights, rows.masked_fill(bad, 0.0)).masked_fill(sees_bad, math.nan)
+    """weights @ rows, in which a hidden row counts for nothing."""
+    return _of_seen_rows(_per_kv_head, weights, rows, hidden)
 
 
 def _sum_over_group(x: Tensor, y: Tensor, group: int, hidden: Tensor | None) -> Tensor:
-    """xᵀ @ y summed over the query heads of each key/value head: [B, Hk, keys, dim].
-
-    As in _weighted_sum, a row of y counts only for the keys that it sees.
-    """
+    """xᵀ @ y summed over the query heads of each key/value head: [B, Hk, keys, dim]; a row of y
+    counts only for the keys that it sees."""
 
     def product(x: Tensor, y: Tensor) -> Tensor:
         batch, heads, rows, keys = x.shape
         shape = (batch, heads // group, group * rows)
         return x.reshape(*shape, keys).transpose(-1, -2) @ y.reshape(*shape, y.shape[-1])
 
-    bad = ~torch.isfinite(y)
+    return _of_seen_rows(product, x, y, hidden)
+
+
+def _of_seen_rows(
+    product: Callable[[Tensor, Tensor], Tensor],
+    weights: Tensor,
+    rows: Tensor,
+    hidden: Tensor | None,
+) -> Tensor:
+    """product(weights, rows), in which a hidden row does not count, even if it holds NaN (0 * NaN
+    is NaN). What sees a row that isn't finite comes out as NaN."""
+    bad = ~torch.isfinite(rows)
     if hidden is None or not bool(bad.any()):
-        return product(x, y)
-    seen = (~hidden).to(x.dtype).expand_as(x)
-    sees_bad = product(seen, bad.to(x.dtype)) > 0
-    return product(x, y.masked_fill(bad, 0.0)).masked_fill(sees_bad, math.nan)
+        return product(weights, rows)
+    seen = (~hidden).to(weights.dtype).expand_as(weights)
+    sees_bad = product(seen, bad.to(weights.dtype)) > 0
+    return product(weights, rows.masked_fill(bad, 0.0)).masked_fill(sees_bad, math.nan)
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -68,14 +67,9 @@ class ProgressListener(Listener):
             self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, tb)
+            self._live.__exit__(*exception)
 
 
 def trials_table(result: TuneResult) -> Table:
@@ -89,7 +83,7 @@ def trials_table(result: TuneResult) -> Table:
         ms = _ms(trial) or 0.0
         table.add_row(
             f"{ms:.4f}",
-            f"{result.problem.flops / ms * 1e-9:.0f}",
+            f"{result.problem.tflops(ms):.0f}",
             str(trial.shared_bytes or ""),
             str(trial.registers or ""),
             "predicted" if trial.measurement is None else "measured",
@@ -111,7 +105,7 @@ def results_table(results: list[TuneResult]) -> Table:
             result.problem.label(),
             f"{record.kernel} ({record.kind})" if record else "none survived",
             f"{ms:.4f}" if ms else "",
-            f"{result.problem.flops / ms * 1e-9:.0f}" if ms else "",
+            f"{result.problem.tflops(ms):.0f}" if ms else "",
             str(len(result.trials)),
             str(result.resumed),
             str(result.space),
@@ -135,7 +129,7 @@ def records_table(records: list[TuningRecord]) -> Table:
             record.problem.label(),
             record.kernel,
             f"{ms:.4f}",
-            f"{record.problem.flops / ms * 1e-9:.0f}",
+            f"{record.problem.tflops(ms):.0f}",
             record.kind + (" noisy" if record.measurement.noisy else ""),
             record.provenance.created_at[:10],
             record.config.label(),
@@ -154,7 +148,7 @@ def record_panel(record: TuningRecord, path: Path | None) -> RenderableType:
         f"config    {record.config.label()}",
         f"time      {m.median_ms:.4f} ms (p20 {m.p20_ms:.4f}, p80 {m.p80_ms:.4f}), "
         f"{m.repeats} repeats by {m.method}{', noisy: ' + m.throttle if m.noisy else ''}",
-        f"rate      {record.problem.flops / m.median_ms * 1e-9:.0f} TFLOP/s ({record.kind})",
+        f"rate      {record.problem.tflops(m.median_ms):.0f} TFLOP/s ({record.kind})",
         f"versions  triton {p.triton}, torch {p.torch}, cuda {p.cuda}, driver {p.driver}",
         f"source    {p.source_hash}, tuned {p.created_at} by autoflash {p.autoflash} on {p.origin}",
         f"file      {path}",
@@ -169,7 +163,7 @@ def bench_table(problem: Problem, result: dict[str, Any]) -> Table:
     for name in ("implementation", "ms", "TFLOP/s"):
         table.add_column(name, justify="left" if name == "implementation" else "right")
     for name, ms in result["ms"].items():
-        table.add_row(name, f"{ms:.4f}", f"{problem.flops / ms * 1e-9:.0f}")
+        table.add_row(name, f"{ms:.4f}", f"{problem.tflops(ms):.0f}")
     return table
 
 
@@ -208,7 +202,7 @@ def record_as_dict(record: TuningRecord) -> dict[str, Any]:
         "config": dict(record.config),
         "kind": record.kind,
         "measurement": dataclasses.asdict(record.measurement),
-        "tflops": round(record.problem.flops / record.measurement.median_ms * 1e-9, 1),
+        "tflops": round(record.problem.tflops(record.measurement.median_ms), 1),
         "provenance": dataclasses.asdict(record.provenance),
     }
 

@@ -74,7 +74,7 @@ def bench_row(problem: Problem, peers: list[str], rounds: int) -> dict[str, Any]
         **fields,
         "feature": "none",
         "ms": {name: round(ms, 5) for name, ms in result["ms"].items()},
-        "tflops": {n: round(problem.flops / ms * 1e-9, 1) for n, ms in result["ms"].items()},
+        "tflops": {n: round(problem.tflops(ms), 1) for n, ms in result["ms"].items()},
         "failed": result["failed"],
     }
 

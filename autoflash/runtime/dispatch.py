@@ -20,12 +20,12 @@ from autoflash.problem import Problem
 from autoflash.runtime.choose import Choice, choose, default_choices, tune_command
 from autoflash.runtime.inputs import (
     access_of,
+    all_strides,
     check_tensors,
     has_contiguous_rows,
     lse_shape,
     output_like,
     problem_of,
-    strides_of,
 )
 from autoflash.target import Target, current_target
 
@@ -112,8 +112,7 @@ def _plan(
         if problem.batch and problem.seqlen_q and problem.seqlen_k:
             target = current_target(q.device)
             launcher = _launcher_for(problem, target, access_of(q, k, v, out, bshd), q.device.index)
-            tensors = {"q": q, "k": k, "v": v, "out": out}
-            strides = {name: strides_of(x, bshd) for name, x in tensors.items()}
+            strides = all_strides(q, k, v, out, bshd)
             call = Call(problem=problem, scale=scale, strides=strides, write_lse=return_lse)
             run = launcher.bind(call)
     plan = Plan(

@@ -79,6 +79,14 @@ def strides_of(x: Tensor, bshd: bool) -> tuple[int, int, int]:
     )
 
 
+def all_strides(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, bshd: bool
+) -> dict[str, tuple[int, int, int]]:
+    """``strides_of`` each tensor, by the name it has in a Call."""
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    return {name: strides_of(x, bshd) for name, x in tensors.items()}
+
+
 def access_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, bshd: bool) -> Access:
     """What a variant may assume about where these tensors lie."""
     aligned = True

@@ -9,8 +9,8 @@ from torch import Tensor
 from autoflash.kernels.kernel import Call
 from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
-from autoflash.runtime.inputs import output_like, strides_of
-from autoflash.runtime.launcher import BoundLauncher, Launcher
+from autoflash.runtime.inputs import all_strides, output_like
+from autoflash.runtime.launcher import Addresses, BoundLauncher, Launcher
 
 # Lengths of the ragged checks: not multiples of any tile, more than two of the largest.
 _RAGGED_Q, _RAGGED_K = 333, 589
@@ -74,7 +74,7 @@ def make_case(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> C
     """A Case with its fp64 answer and the error that the accuracy rule allows."""
     scale = problem.head_dim**-0.5
     out, lse = exact_attention(q, k, v, causal=problem.causal, scale=scale)
-    allowance = error_allowance(q, k, v, causal=problem.causal, scale=scale)
+    allowance = error_allowance(q, k, v, causal=problem.causal, scale=scale, exact=out)
     return Case(name=name, problem=problem, q=q, k=k, v=v, out=out, lse=lse, allowance=allowance)
 
 
@@ -148,7 +148,7 @@ class FullProblem:
 class Repeat:
     """A launch with all its arguments."""
 
-    def __init__(self, bound: BoundLauncher, addresses: tuple[int, int, int, int, int]) -> None:
+    def __init__(self, bound: BoundLauncher, addresses: Addresses) -> None:
         self._bound = bound
         self._addresses = addresses
 
@@ -160,15 +160,12 @@ def bind(
     launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> BoundLauncher:
     """``launcher`` for these tensors, LSE written."""
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    strides = {name: strides_of(x, bshd=False) for name, x in tensors.items()}
+    strides = all_strides(q, k, v, out, bshd=False)
     scale = problem.head_dim**-0.5
     return launcher.bind(Call(problem=problem, scale=scale, strides=strides, write_lse=True))
 
 
-def _addresses(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[
-    int, int, int, int, int
-]:  # fmt: skip
+def _addresses(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Addresses:
     return (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
 
 

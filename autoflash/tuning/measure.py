@@ -43,10 +43,8 @@ def gpu_state(device: int = 0) -> GpuState:
         clock = int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
         mask = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        return GpuState(sm_clock_mhz=None, throttle="", noisy=_unless_nvml(error))
-    except Exception as error:  # noqa: BLE001 - pynvml's NVMLError has no public base but Exception
-        return GpuState(sm_clock_mhz=None, throttle="", noisy=_unless_nvml(error))
+    except Exception:  # noqa: BLE001 - pynvml's NVMLError has no public base but Exception
+        return GpuState(sm_clock_mhz=None, throttle="", noisy="")
     bad = [name for bit, name in _BAD_REASONS.items() if mask & bit]
     noted = [name for bit, name in _NOTED_REASONS.items() if mask & bit]
     others = _others({process.pid for process in running})
@@ -59,11 +57,6 @@ def _others(pids: set[int]) -> int:
     ours = {os.getpid(), os.getppid()}
     # In a container NVML tells the host's pids, and ours are not among them.
     return len(pids - ours) if os.getpid() in pids else max(0, len(pids) - len(ours))
-
-
-def _unless_nvml(error: Exception) -> str:
-    del error
-    return ""
 
 
 class Timer:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 from autoflash.errors import AutoFlashError
 from autoflash.tuning.job import Message
@@ -134,13 +133,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        del kind, error, tb
+    def __exit__(self, *unused: object) -> None:
         self.stop()
 
 
@@ -178,11 +171,5 @@ class WorkerPool:
     def __enter__(self) -> "WorkerPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        del kind, error, tb
+    def __exit__(self, *unused: object) -> None:
         self.close()

@@ -78,10 +78,8 @@ class _Study:
     resumed: int = 0
 
     def __post_init__(self) -> None:
-        kernels = kernels_for(self.problem, self.runner.target)
-        self.candidates = ranked(kernels, self.problem, self.runner.target)
-        past = self._past()
-        self._past_ok = past
+        self.kernels = kernels_for(self.problem, self.runner.target)
+        self.candidates = ranked(self.kernels, self.problem, self.runner.target)
 
     def run(self, deadline: float, budget: Budget) -> None:
         """Try candidates until the budget or the space ends."""
@@ -89,8 +87,9 @@ class _Study:
         capacity = self.runner.workers * budget.seconds / _COMPILE_S
         brute_force = len(self.candidates) <= (limit or capacity)
         self.search = Search(self.candidates, brute_force=brute_force, first=self._advice())
-        for trial in self._past_ok:
-            self._replay(trial)
+        for trial in self._past():
+            self.resumed += 1
+            self._learn(Candidate(kernel=KERNELS[trial.kernel], config=trial.config), trial)
         unseen = len(self.candidates) - self.resumed
         plan = StudyPlan(
             space=len(self.candidates),
@@ -154,18 +153,12 @@ class _Study:
             )
         trial = make_trial(self.problem, self.runner, candidate, outcome)
         self.store.add_trial(trial)
-        self._tell(candidate, trial)
-
-    def _replay(self, trial: Trial) -> None:
-        self.resumed += 1
-        candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
-        self.search.tell(candidate, _ms(trial))
-        self.trials.append(trial)
-
-    def _tell(self, candidate: Candidate, trial: Trial) -> None:
-        self.search.tell(candidate, _ms(trial))
-        self.trials.append(trial)
+        self._learn(candidate, trial)
         self.listener.tried(trial, self._best_ms())
+
+    def _learn(self, candidate: Candidate, trial: Trial) -> None:
+        self.search.tell(candidate, _ms(trial))
+        self.trials.append(trial)
 
     def _best_ms(self) -> float | None:
         return min((_median(t) for t in _timed(self.trials)), default=None)
@@ -194,7 +187,7 @@ class _Study:
         near = self.store.neighbours(bucket, target)[:3] + self.store.siblings(bucket, target)[:2]
         records = ([own] if own else []) + near
         advice = [Candidate(kernel=KERNELS[r.kernel], config=r.config) for r in records]
-        for kernel in kernels_for(self.problem, target):
+        for kernel in self.kernels:
             config = kernel.default(self.problem, target)
             advice.append(Candidate(kernel=kernel, config=config))
         return advice
