@@ -67,10 +67,15 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A predicate that returns why a config can't or shouldn't run, or None if it may."""
+    """A predicate that returns why a config can't or shouldn't run, or None if it may.
+
+    ``reads`` names the Params that it looks at, if it can: then it may be asked about a config that
+    has no more than these, and rejects all that share them at once.
+    """
 
     name: str
     why_not: Callable[[Config, Problem, Target], str | None]
+    reads: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,5 +122,26 @@ class SearchSpace:
             yield Config(**dict(zip(names, values, strict=True)))
 
     def configs(self, problem: Problem, target: Target) -> list[Config]:
-        """Every combination that all constraints let through."""
-        return [c for c in self.all_configs() if self.why_not(c, problem, target) is None]
+        """Every combination that all constraints let through, in the order of ``all_configs``.
+
+        Param by Param, each constraint as soon as all that it reads is set: a large space has many
+        combinations, but few beginnings that are worth going on with.
+        """
+        partial = [Config()]
+        for param, constraints in zip(self.params, self._due(), strict=True):
+            partial = [
+                config
+                for before in partial
+                for config in (Config(**before, **{param.name: c}) for c in param.choices)
+                if all(c.why_not(config, problem, target) is None for c in constraints)
+            ]
+        return partial
+
+    def _due(self) -> list[list[Constraint]]:
+        """For each Param, the constraints that can be asked once it is set."""
+        names = [param.name for param in self.params]
+        due: list[list[Constraint]] = [[] for _ in names]
+        for constraint in self.constraints:
+            reads = names if constraint.reads is None else constraint.reads
+            due[max(map(names.index, reads), default=0)].append(constraint)
+        return due

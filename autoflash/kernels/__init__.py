@@ -2,11 +2,12 @@
 
 from autoflash.errors import UnsupportedError
 from autoflash.kernels.flash_fwd import FlashFwd
+from autoflash.kernels.flash_fwd_ws import FlashFwdWs
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.target import Target
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FlashFwd(),)}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FlashFwd(), FlashFwdWs())}
 
 
 def kernels_for(problem: Problem, target: Target) -> list[Kernel]:

@@ -24,6 +24,8 @@ from autoflash.kernels.kernel import (
     Kernel,
     Pointer,
     Variant,
+    copy_strides,
+    tensor_shape,
 )
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
@@ -59,6 +61,7 @@ class FlashFwd(Kernel):
 
     name = "flash_fwd"
     template = "flash_fwd.py.jinja"
+    language = "triton"
     op = "fwd"
     space = SPACE
 
@@ -136,7 +139,8 @@ class FlashFwd(Kernel):
         arguments += [problem.heads, problem.group, problem.batch * problem.heads]
         return [*arguments, problem.seqlen_q, problem.seqlen_k, int(call.write_lse)]
 
-    def grid(self, problem: Problem, config: Config) -> int:
+    def grid(self, problem: Problem, config: Config, target: Target) -> int:
+        del target
         rows = -(-problem.seqlen_q // config.integer("BLOCK_M"))
         return rows * problem.batch * problem.heads
 
@@ -145,6 +149,14 @@ class FlashFwd(Kernel):
             # Addresses take registers of their own: a cap that TMA could bear would spill.
             return Config(**{**config, "LOAD": "pointer", "maxnreg": 0})
         return config
+
+    def pipeline(self, problem: Problem, config: Config) -> list[str]:
+        del problem
+        load = "tensor copies" if config["LOAD"] == "tma" else "asynchronous loads by pointer"
+        return [
+            f"{config['num_warps']} warps do all for {config['BLOCK_M']} query rows",
+            f"{config['BLOCK_N']} keys a step, {config['num_stages']} stages of {load}",
+        ]
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
         wide = max(block_d(problem), block_dv(problem))
@@ -229,20 +241,12 @@ def _descriptor_blocks(problem: Problem, config: Config) -> dict[str, tuple[int,
 
 
 def _descriptor(
-    tensor: str,
-    problem: Problem,
-    strides: tuple[int, int, int],
-    block: tuple[int, int, int, int],
+    tensor: str, problem: Problem, strides: tuple[int, int, int], block: tuple[int, ...]
 ) -> Descriptor:
-    rows = problem.seqlen_q if tensor == "q" else problem.seqlen_k
-    heads = problem.heads if tensor == "q" else problem.kv_heads
-    dim = problem.head_dim_v if tensor == "v" else problem.head_dim
-    # A dimension of size one is never stepped along, but the copy engine wants a positive stride.
-    filler = next_power_of_2(max(*strides, dim, 16))
-    full = tuple(stride or filler for stride in strides)
+    full = copy_strides(tensor, problem, strides)
     return Descriptor(
         tensor=tensor,
-        shape=(problem.batch, heads, rows, dim),
-        strides=(full[0], full[1], full[2], 1),
+        shape=tensor_shape(tensor, problem),
+        strides=(*full, 1),
         block=block,
     )

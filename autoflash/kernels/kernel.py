@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from autoflash.problem import Problem
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, SearchSpace, Value
 from autoflash.target import Target
 
@@ -48,15 +48,46 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """An argument slot that takes a host-made TMA descriptor of the named tensor, 4-D."""
+    """An argument slot that takes a host-made TMA descriptor of the named tensor, up to 5-D."""
 
     tensor: str
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
-    block: tuple[int, int, int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
 
 
-Argument = Pointer | Descriptor | int | float
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """An argument slot that takes the address of two int32, which are zero when the kernel starts.
+
+    The kernel leaves them zero. No two launches that may overlap in time are given the same.
+    """
+
+
+Argument = Pointer | Descriptor | Counter | int | float
+
+
+def tensor_shape(tensor: str, problem: Problem) -> tuple[int, int, int, int]:
+    """(batch, heads, rows, dim) of 'q', 'k', 'v' or 'out'."""
+    query = tensor in ("q", "out")
+    return (
+        problem.batch,
+        problem.heads if query else problem.kv_heads,
+        problem.seqlen_q if query else problem.seqlen_k,
+        problem.head_dim_v if tensor in ("v", "out") else problem.head_dim,
+    )
+
+
+def copy_strides(
+    tensor: str, problem: Problem, strides: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """``strides`` of a Call as the copy engine takes them.
+
+    A dimension of size one is never stepped along, but it too wants a positive stride.
+    """
+    filler = next_power_of_2(max(*strides, tensor_shape(tensor, problem)[3], 16))
+    batch, head, row = (stride or filler for stride in strides)
+    return batch, head, row
 
 
 class Variant(ABC):
@@ -76,8 +107,12 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     template: ClassVar[str]
+    # What the template is written in: "triton", or "gluon" (tile layouts and warps in the open).
+    language: ClassVar[str]
     op: ClassVar[str]
     space: ClassVar[SearchSpace]
+    # Bytes per thread that a variant may spill and still be ranked without a GPU.
+    tolerable_spills: ClassVar[int] = 0
 
     @abstractmethod
     def serves(self, problem: Problem, target: Target) -> str | None:
@@ -108,8 +143,8 @@ class Kernel(ABC):
         """Values or slots for the arguments of ``signature``, in its order."""
 
     @abstractmethod
-    def grid(self, problem: Problem, config: Config) -> int:
-        """Number of programs."""
+    def grid(self, problem: Problem, config: Config, target: Target) -> int:
+        """Number of programs; of a persistent kernel, what ``target`` can hold at a time."""
 
     @abstractmethod
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
@@ -121,8 +156,14 @@ class Kernel(ABC):
         return self.defaults(problem, target)[0]
 
     @abstractmethod
-    def adapt(self, config: Config, access: Access) -> Config:
-        """``config``, changed as little as it takes to run tensors that lie as ``access`` says."""
+    def adapt(self, config: Config, access: Access) -> Config | None:
+        """``config``, changed as little as it takes to run tensors that lie as ``access`` says;
+        None if this kernel can't run them at all."""
+
+    def pipeline(self, problem: Problem, config: Config) -> list[str]:
+        """How a program of ``config`` divides its work, in lines for a person."""
+        del problem, config
+        return []
 
     @abstractmethod
     def estimate_ms(

@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autoflash.errors import ConfigError, MissingRecordError
+from autoflash.errors import ConfigError, MissingRecordError, UnsupportedError
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.kernel import Access, Kernel
 from autoflash.problem import Bucket, Problem
@@ -37,27 +37,51 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
     """The best known choice. A record that is missing or doesn't fit leads to the default.
 
     Raises UnsupportedError if no kernel serves the problem, and in lock mode MissingRecordError
-    if there is no exact, measured record.
+    if there is no exact, measured record that these tensors can use.
     """
-    kernels = kernels_for(problem, target)
+    defaults = default_choices(problem, target, access)
     locked = settings().mode == "lock"
-    choice = _from_records(problem, target, access)
+    choice, obstacle = _from_records(problem, target, access)
     if locked and (choice is None or choice.how != "tuned"):
         raise MissingRecordError(
             f"AUTOFLASH_MODE=lock and no exact record for {Bucket.of(problem).label()} on "
-            f"{target.name}: run `{tune_command(problem)}` there, or unset AUTOFLASH_MODE"
+            f"{target.name}{obstacle and f' that can be used ({obstacle})'}: "
+            f"run `{tune_command(problem)}` there, or unset AUTOFLASH_MODE"
         )
-    return choice or default_choices(kernels[0], problem, target, access)[0]
+    return choice or defaults[0]
 
 
 def default_choices(
-    kernel: Kernel, problem: Problem, target: Target, access: Access, why: str = "no record fits"
+    problem: Problem,
+    target: Target,
+    access: Access,
+    why: str = "no record fits",
+    first: Kernel | None = None,
 ) -> list[Choice]:
-    """The kernel's own defaults for the target, each more modest than the one before."""
-    configs = [kernel.adapt(config, access) for config in kernel.defaults(problem, target)]
+    """The defaults of every kernel that can run such tensors on the target, never none.
+
+    Kernel by kernel, each of its configs more modest than the one before: ``first`` if it is among
+    them, then the one whose default the written model thinks faster. Raises UnsupportedError if no
+    kernel serves the problem.
+    """
+    ordered: list[tuple[bool, float, Kernel, list[Config]]] = []
+    for kernel in kernels_for(problem, target):
+        adapted = (kernel.adapt(c, access) for c in kernel.defaults(problem, target))
+        configs = list(dict.fromkeys(c for c in adapted if c is not None))
+        if configs:
+            blocks = kernel.estimate_blocks_per_sm(problem, configs[0], target)
+            ms = kernel.estimate_ms(problem, configs[0], target, blocks)
+            ordered.append((kernel is not first, ms, kernel, configs))
+    if not ordered:
+        raise UnsupportedError(
+            f"{problem.label()} on {target.name}: its kernels load by tensor copies, and these "
+            "tensors are not aligned for them: make them contiguous"
+        )
+    ordered.sort(key=lambda item: item[:2])
     return [
         Choice(kernel=kernel, config=config, how="default", layer="kernel", why=why)
-        for config in dict.fromkeys(configs)
+        for _, _, kernel, configs in ordered
+        for config in configs
     ]
 
 
@@ -73,22 +97,28 @@ def tune_command(problem: Problem) -> str:
     return " ".join(parts + (["--causal"] if p.causal else []))
 
 
-def _from_records(problem: Problem, target: Target, access: Access) -> Choice | None:
+def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Choice | None, str]:
+    """The choice by the best record; or None and what is against that record, if there is one."""
     bucket = Bucket.of(problem)
     found = _layers(settings()).lookup(bucket, target)
     if found is None:
-        return None
+        return None, ""
     record = found.record
     kernel = KERNELS[record.kernel]
     try:
-        config = kernel.adapt(kernel.space.parse(record.config), access)
+        recorded = kernel.space.parse(record.config)
     except ConfigError as error:
         logger.warning("record of %s skipped: %s", bucket.label(), error)
-        return None
-    reason = kernel.space.why_not(config, problem, target) or kernel.serves(problem, target)
-    if reason is not None:
+        return None, str(error)
+    config = kernel.adapt(recorded, access)
+    reason = (
+        f"{kernel.name} can't load tensors that are not aligned for TMA"
+        if config is None
+        else kernel.space.why_not(config, problem, target) or kernel.serves(problem, target)
+    )
+    if config is None or reason is not None:
         logger.info("record of %s doesn't fit %s: %s", bucket.label(), problem.label(), reason)
-        return None
+        return None, str(reason)
     how = {"exact": "tuned"}.get(found.how, found.how)
     why = {
         "tuned": f"tuned on this target, {record.measurement.median_ms:.4f} ms",
@@ -97,7 +127,10 @@ def _from_records(problem: Problem, target: Target, access: Access) -> Choice | 
     }[how]
     if config != record.config:
         why += "; its load path was changed, since these tensors are not aligned for TMA"
-    return Choice(kernel=kernel, config=config, how=how, layer=found.layer, why=why, record=record)
+    choice = Choice(
+        kernel=kernel, config=config, how=how, layer=found.layer, why=why, record=record
+    )
+    return choice, ""
 
 
 @functools.lru_cache(maxsize=8)

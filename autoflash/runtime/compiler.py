@@ -4,6 +4,7 @@ Serving, tuning and offline ranking all compile here, with the same signature an
 that Triton's disk cache answers the second time.
 """
 
+import re
 import subprocess
 from typing import Any
 
@@ -53,9 +54,15 @@ def compile_source(
     signature = kernel.signature(problem, config)
     constexprs = kernel.constexprs(problem, config)
     names = list(function.arg_names)
-    ast_source = ASTSource(
+    source_type, kinds = ASTSource, signature
+    if kernel.language == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+        kinds = {name: _with_layout(kind) for name, kind in signature.items()}
+    ast_source = source_type(
         function,
-        signature | dict.fromkeys(constexprs, "constexpr"),
+        kinds | dict.fromkeys(constexprs, "constexpr"),
         {(names.index(name),): value for name, value in constexprs.items()},
         _attributes(signature, names) if access.aligned else {},
     )
@@ -67,6 +74,23 @@ def compile_source(
         AssertionError,
     ) as error:  # fmt: skip
         raise CompileError(f"{source.name} for {target.arch}: {_reason(error)}") from error
+
+
+def _with_layout(kind: str) -> str:
+    """A descriptor's type with the layout of its block in shared memory, which Gluon wants said.
+
+    It is the layout that the copy engine and the matrix unit agree on, swizzled as far as the row
+    allows. Other types stay as they are.
+    """
+    match = re.fullmatch(r"tensordesc<(fp16|bf16)\[([\d, ]+)\]>", kind)
+    if match is None:
+        return kind
+    from triton.experimental.gluon import language as gl
+
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[match[1]]
+    block = [int(size) for size in match[2].split(",")]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    return f"{kind[:-1]},{layout!r}>"
 
 
 def _attributes(signature: dict[str, str], names: list[str]) -> dict[tuple[int], Any]:

@@ -139,7 +139,7 @@ def _launcher_for(problem: Problem, target: Target, access: Access, device: int)
         logger.warning("%s does not build, trying the defaults: %s", choice.config, error)
         failure = error
     why = f"the first choice does not build: {failure}"
-    for default in default_choices(choice.kernel, problem, target, access, why):
+    for default in default_choices(problem, target, access, why, first=choice.kernel):
         try:
             return _launcher(default, problem, target, access, device)
         except CompileError as error:

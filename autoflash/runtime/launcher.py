@@ -10,8 +10,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from autoflash.codegen.render import Source, render
 from autoflash.errors import OutOfResourcesError
-from autoflash.kernels.kernel import Access, Argument, Call, Descriptor, Kernel, Pointer
+from autoflash.kernels.kernel import (
+    Access,
+    Argument,
+    Call,
+    Counter,
+    Descriptor,
+    Kernel,
+    Pointer,
+)
 from autoflash.problem import Problem
+from autoflash.runtime import counters
 from autoflash.runtime.compiler import compile_source
 from autoflash.runtime.triton_launch import AddressOnly, make_encoder, make_launch
 from autoflash.space import Config
@@ -37,6 +46,7 @@ class Launcher:
     ) -> None:
         self.kernel = kernel
         self.config = config
+        self.target = target
         self.source: Source = render(kernel, problem, config)
         self.compiled = compile_source(self.source, kernel, problem, config, access, target)
         try:
@@ -57,23 +67,28 @@ class BoundLauncher:
     def __init__(self, launcher: Launcher, call: Call) -> None:
         self.launcher = launcher
         self._launch = launcher.launch
-        self._programs = launcher.kernel.grid(call.problem, launcher.config)
+        self._programs = launcher.kernel.grid(call.problem, launcher.config, launcher.target)
         self._dtype = getattr(torch, call.problem.dtype)
         self._template: list[Any] = []
         # (slot, index into the addresses), and the same with a memo: address -> encoded arguments.
         self._pointers: list[tuple[int, int]] = []
         self._descriptors: list[tuple[slice, int, Callable[[int], list[Any]]]] = []
+        self._counter: int | None = None
         for argument in launcher.kernel.bind(call, launcher.config):
             self._add(argument)
         self._template += launcher.constexprs
 
     def __call__(self, stream: int, addresses: Addresses) -> None:
-        """Launch on ``stream`` with the addresses of q, k, v, out and LSE; the LSE's may be 0."""
+        """Launch on ``stream``, the current one, with the addresses of q, k, v, out and LSE; the
+        LSE's may be 0."""
         arguments = self._template.copy()
         for slot, index in self._pointers:
             arguments[slot] = addresses[index]
         for slots, index, encoded in self._descriptors:
             arguments[slots] = encoded(addresses[index])
+        if self._counter is not None:
+            # Kept until the launch is enqueued; then the stream's order protects it.
+            _held, arguments[self._counter] = counters.counter(stream)
         self._launch(self._programs, stream, arguments)
 
     def _add(self, argument: Argument) -> None:
@@ -88,6 +103,9 @@ class BoundLauncher:
             slots = slice(start, start + size)
             self._descriptors.append((slots, TENSORS.index(argument.tensor), memo))
             self._template += [None] * size
+        elif isinstance(argument, Counter):
+            self._counter = start
+            self._template.append(None)
         else:
             self._template.append(argument)
 

@@ -131,11 +131,11 @@ def predict(
     if outcome.status is not TrialStatus.ok or resources is None:
         return make_trial(problem, runner, candidate, outcome)
     kernel, config, target = candidate.kernel, candidate.config, runner.target
-    reason = f"spills {resources.spills} bytes of registers per thread" if resources.spills else ""
+    reason = resources.why_spilled(kernel.tolerable_spills) or ""
     if reason and not may_spill:
         spilled = Outcome(status=TrialStatus.out_of_resources, reason=reason, resources=resources)
         return make_trial(problem, runner, candidate, spilled)
-    threads = config.integer("num_warps") * target.warp_size
+    threads = kernel.options(config)["num_warps"] * target.warp_size
     blocks = resources.blocks_per_sm(threads, target)
     predicted = kernel.estimate_ms(problem, config, target, blocks)
     predicted *= 1 + _SPILL_COST * resources.spills

@@ -32,6 +32,12 @@ class Resources:
             )
         return None
 
+    def why_spilled(self, tolerable: int) -> str | None:
+        """Why the binary isn't worth timing, if more than ``tolerable`` bytes are spilled."""
+        if self.spills > tolerable:
+            return f"spills {self.spills} bytes of registers per thread"
+        return None
+
     def blocks_per_sm(self, threads: int, target: Target) -> int:
         """Programs of ``threads`` threads that are resident on one SM."""
         # Registers are handed out to a warp in units of 256.
@@ -42,6 +48,34 @@ class Resources:
         reserved = _RESERVED_SHARED if target.vendor == "nvidia" else 0
         by_shared = (target.shared_memory + reserved) // max(1, self.shared_bytes + reserved)
         return max(1, min(by_registers, by_shared, target.threads_per_sm // threads))
+
+
+# ptxas's names for "wgmma.mma_async instructions are serialized", each with its own cause.
+_SERIALIZED = re.compile(r"\((C75(?:1[02-5]|18))\)[^\n]*")
+_ASSEMBLE_LIMIT_S = 20.0
+
+
+def why_serialized(compiled: Any) -> str | None:
+    """What ptxas has against running sm_90's matrix instructions asynchronously, or None.
+
+    Such a binary is right, but waits for each product. Only ptxas's log tells, and Triton drops it:
+    the PTX is assembled once more. Raises CompileError if that fails.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tool = get_ptxas(90).path
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=_ASSEMBLE_LIMIT_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CompileError(f"ptxas could not assemble once more: {error}") from error
+    found = _SERIALIZED.search(result.stderr + result.stdout)
+    return None if found is None else f"ptxas serializes the products: {found[0]}"[:300]
 
 
 def resources_of(compiled: Any) -> Resources:

@@ -12,7 +12,7 @@ from autoflash.tuning.job import Candidate, Message, Outcome, study_message
 from autoflash.tuning.pool import Worker, WorkerPool, WorkerTimeoutError
 from autoflash.tuning.resources import Resources
 
-COMPILE_LIMIT_S = 30.0
+COMPILE_LIMIT_S = 60.0
 MEASURE_LIMIT_S = 20.0
 
 

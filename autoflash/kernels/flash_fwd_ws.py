@@ -1,0 +1,331 @@
+"""flash_fwd_ws: the forward kernel for Hopper (templates/flash_fwd_ws.py.jinja), in Gluon.
+
+Warp-specialised as FlashAttention-3 is: one warp loads through the tensor copy engine, two or three
+warpgroups compute 64 query rows each with the warpgroup matrix instructions of sm_90. Where it
+can't run (other GPUs, rows that the copy engine can't read) flash_fwd serves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoflash.kernels import flash_fwd_ws_model as model
+from autoflash.kernels.flash_fwd_ws_space import (
+    PERSISTENT,
+    ROWS,
+    SPACE,
+    TAKES_OVERLAP_TILES,
+    block_d,
+    block_dv,
+    consumer_registers,
+    group_heads,
+    shared_parts,
+    tile_count,
+    tile_heads,
+    why_not_served,
+)
+from autoflash.kernels.kernel import (
+    Access,
+    Argument,
+    Call,
+    Counter,
+    Descriptor,
+    Kernel,
+    Pointer,
+    Variant,
+    copy_strides,
+    tensor_shape,
+)
+from autoflash.problem import Problem, next_power_of_2
+from autoflash.space import Config, Value
+from autoflash.target import Target
+
+_TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
+_LOG2_E = 1.4426950408889634
+_MAX_LENGTH = 2**31 - 512
+# A tile's number plus that of programs is a 32-bit number.
+_MAX_TILES = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashFwdWsVariant(Variant):
+    """``direct``: out is written from registers; ``dynamic``: tiles come from a counter.
+
+    ``schedule`` and ``group_mb`` reach the emitted file's launch alone, not the device code.
+    """
+
+    direct: bool
+    dynamic: bool
+    schedule: str
+    group_mb: int
+
+    def template_context(self) -> dict[str, Any]:
+        return {
+            "direct": self.direct,
+            "dynamic": self.dynamic,
+            "schedule": self.schedule,
+            "group_mb": self.group_mb,
+        }
+
+    def slug(self, problem: Problem) -> str:
+        dims = f"d{problem.head_dim}"
+        if problem.head_dim_v != problem.head_dim:
+            dims += f"v{problem.head_dim_v}"
+        parts = [_TRITON_DTYPES[problem.dtype], dims]
+        parts += ["causal"] if problem.causal else []
+        parts += ["direct"] if self.direct else []
+        return "_".join([*parts, self.schedule])
+
+
+class FlashFwdWs(Kernel):
+    """The declaration of flash_fwd_ws."""
+
+    name = "flash_fwd_ws"
+    template = "flash_fwd_ws.py.jinja"
+    language = "gluon"
+    op = "fwd"
+    space = SPACE
+    # A few row statistics around the loops: measured, they cost nothing.
+    tolerable_spills = 64
+
+    def serves(self, problem: Problem, target: Target) -> str | None:
+        reason = why_not_served(problem, target)
+        if reason is not None:
+            return reason
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        if longest > _MAX_LENGTH:
+            return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
+        # No config has more tiles than the smallest tile leads to.
+        if problem.batch * problem.heads * -(-problem.seqlen_q // (2 * ROWS)) > _MAX_TILES:
+            return f"more than {_MAX_TILES} tiles of {2 * ROWS} query rows: split the batch"
+        return None
+
+    def variant(self, problem: Problem, config: Config) -> FlashFwdWsVariant:
+        return FlashFwdWsVariant(
+            direct=config["STAGING"] == "direct",
+            dynamic=config["SCHEDULE"] == "dynamic",
+            schedule=str(config["SCHEDULE"]),
+            group_mb=config.integer("GROUP_MB"),
+        )
+
+    def example(self, problem: Problem) -> Problem:
+        # Of the group what any PACK_HEADS may rely on.
+        group = max(p for p in (1, 2, 4, 8) if problem.group % p == 0)
+        fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16 // group}
+        return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
+
+    def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:
+        overlap_tiles = {"OVERLAP_TILES": config["OVERLAP_TILES"]} if TAKES_OVERLAP_TILES else {}
+        return {
+            "CONSUMERS": config["CONSUMERS"],
+            "BLOCK_N": config["BLOCK_N"],
+            "STAGES": config["STAGES"],
+            "BLOCK_D": block_d(problem),
+            "BLOCK_DV": block_dv(problem),
+            "HEAD_DIM_V": problem.head_dim_v,
+            "PACK_HEADS": config["PACK_HEADS"],
+            "CAUSAL": problem.causal,
+            "OVERLAP": config["OVERLAP"],
+            **overlap_tiles,
+            "PING_PONG": config["PING_PONG"],
+            "Q_IN_REGISTERS": config["Q_IN_REGISTERS"],
+            "STAGING": config["STAGING"],
+            "EXP2_BY_FMA": config["EXP2_BY_FMA"],
+            "RESCALE_ABOVE": config["RESCALE_ABOVE"],
+            "CONSUMER_REGISTERS": consumer_registers(config),
+            "LOADER_REGISTERS": config["LOADER_REGISTERS"],
+        }
+
+    def options(self, config: Config) -> dict[str, int]:
+        del config
+        # Of the first consumer; the other parts bring their own warps.
+        return {"num_warps": 4}
+
+    def signature(self, problem: Problem, config: Config) -> dict[str, str]:
+        dtype = _TRITON_DTYPES[problem.dtype]
+        blocks = _blocks(problem, config)
+        kinds = {f"{t}_desc": f"tensordesc<{dtype}{list(blocks[t])}>" for t in "qkv"}
+        if config["STAGING"] == "direct":
+            kinds |= {"out_ptr": f"*{dtype}", **dict.fromkeys(_OUT_STRIDES, "i64")}
+        else:
+            kinds["out_desc"] = f"tensordesc<{dtype}{list(blocks['out'])}>"
+        kinds["lse_ptr"] = "*fp32"
+        if config["SCHEDULE"] == "dynamic":
+            kinds["counter"] = "*i32"
+        return {**kinds, "scale_log2": "fp32", **dict.fromkeys(_SIZES, "i32")}
+
+    def bind(self, call: Call, config: Config) -> list[Argument]:
+        problem, strides = call.problem, call.strides
+        arguments: list[Argument] = [_descriptor(t, call, config) for t in "qkv"]
+        if config["STAGING"] == "direct":
+            arguments += [Pointer(tensor="out"), *strides["out"]]
+        else:
+            arguments.append(_descriptor("out", call, config))
+        arguments.append(Pointer(tensor="lse"))
+        if config["SCHEDULE"] == "dynamic":
+            arguments.append(Counter())
+        arguments += [call.scale * _LOG2_E, problem.heads, problem.group]
+        arguments += [tile_heads(config, problem), group_heads(config, problem)]
+        arguments += [problem.seqlen_q, problem.seqlen_k, tile_count(config, problem)]
+        return [*arguments, int(call.write_lse)]
+
+    def grid(self, problem: Problem, config: Config, target: Target) -> int:
+        tiles = tile_count(config, problem)
+        return min(tiles, target.sm_count) if config["SCHEDULE"] in PERSISTENT else tiles
+
+    def adapt(self, config: Config, access: Access) -> Config | None:
+        # There is no other way to load.
+        return config if access.tma else None
+
+    def pipeline(self, problem: Problem, config: Config) -> list[str]:
+        consumers, packed = config.integer("CONSUMERS"), config.integer("PACK_HEADS")
+        parts = {name: size for name, size in shared_parts(config, problem).items() if size}
+        shared = ", ".join(f"{name} {size / 1024:g} KiB" for name, size in parts.items())
+        rows = f"{ROWS} rows" if packed == 1 else f"{ROWS // packed} rows of {packed} heads"
+        order = "overlapped with the next scores" if config["OVERLAP"] else "one after the other"
+        staging = {
+            "own": "through a place of its own",
+            "query": "through q's place",
+            "direct": "from registers",
+        }
+        return [
+            f"1 warp loads, with {config['LOADER_REGISTERS']} registers per thread",
+            f"{consumers} consumers of 4 warps and {rows}, {consumer_registers(config)} registers",
+            f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys; P v {order}",
+            f"tiles by {config['SCHEDULE']} schedule; out {staging[str(config['STAGING'])]}",
+            f"shared memory: {shared}",
+        ]
+
+    def defaults(self, problem: Problem, target: Target) -> list[Config]:
+        values = _preferred(problem)
+        found: dict[Config, None] = {}
+        # Each gives up a little more than the one before.
+        for change in _DEFAULT_STEPS:
+            values |= change
+            config = _fitted(values, problem, target)
+            if config is not None:
+                found[config] = None
+        return list(found)
+
+    def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
+        del problem, config, target
+        # The consumers are given all registers of an SM.
+        return 1
+
+    def estimate_ms(
+        self, problem: Problem, config: Config, target: Target, blocks_per_sm: int
+    ) -> float:
+        del blocks_per_sm
+        return model.estimate_ms(problem, config, target)
+
+
+_SIZES = (
+    "heads", "group", "n_heads", "group_heads", "seqlen_q", "seqlen_k", "n_tiles", "write_lse",
+)  # fmt: skip
+_OUT_STRIDES = ("stride_ob", "stride_oh", "stride_om")
+
+
+# What defaults() changes, in this order.
+_DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
+    {},
+    {"STAGES": 2},
+    {"STAGING": "direct"},
+    {"CONSUMERS": 2, "OVERLAP": True, "Q_IN_REGISTERS": False, "STAGING": "own"},
+    {"SCHEDULE": "grid"},
+    {"RESCALE_ABOVE": 0},
+    {"BLOCK_N": 64},
+    {"OVERLAP": False},
+    {"STAGING": "direct"},
+)
+
+# Measured on an H200 with 16384 tokens (docs/flash_fwd_ws.md), by padded head dim.
+_HOPPER: dict[int, dict[str, Any]] = {
+    64: {"BLOCK_N": 128, "STAGES": 3, "STAGING": "own", "Q_IN_REGISTERS": True},
+    128: {"BLOCK_N": 128, "STAGES": 2, "STAGING": "own", "Q_IN_REGISTERS": False},
+    256: {"BLOCK_N": 64, "STAGES": 2, "STAGING": "query", "Q_IN_REGISTERS": False},
+}
+# From so many visible keys on, three consumers that don't overlap beat two that do, at 64.
+_MANY_KEYS = 4096
+
+
+def _preferred(problem: Problem) -> dict[str, Any]:
+    """What defaults() starts from."""
+    wide = max(block_d(problem), block_dv(problem))
+    values = {
+        "CONSUMERS": 2,
+        "OVERLAP": True,
+        "OVERLAP_TILES": False,
+        "PING_PONG": False,
+        "EXP2_BY_FMA": 0,
+        "RESCALE_ABOVE": 8,
+        "LOADER_REGISTERS": 24,
+        "SCHEDULE": "dynamic" if problem.causal else "persistent",
+        "GROUP_MB": _group_mb(problem),
+        "PACK_HEADS": 1,
+        **_HOPPER[wide],
+    }
+    visible = problem.visible_pairs // max(1, problem.seqlen_q)
+    if problem.seqlen_q < 2 * ROWS:
+        # Few rows fill a tile better side by side.
+        values["PACK_HEADS"] = max(p for p in (1, 2, 4, 8) if problem.group % p == 0)
+    elif wide == 64 and visible >= _MANY_KEYS:
+        values |= {"CONSUMERS": 3, "OVERLAP": False, "Q_IN_REGISTERS": False}
+    if block_d(problem) != block_dv(problem) and values["STAGING"] == "query":
+        values["STAGING"] = "own"
+    return values
+
+
+def _group_mb(problem: Problem) -> int:
+    """Causal tiles want many heads side by side, as far as the keys of short ones stay in L2."""
+    pair = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
+    if not problem.causal or pair < 4 << 20:
+        return 32
+    return 64 if pair < 8 << 20 else 128
+
+
+def _fitted(values: dict[str, Any], problem: Problem, target: Target) -> Config | None:
+    """A feasible Config close to ``values``: sizes no larger than the problem, else None."""
+    fitted = dict(values)
+    fitted["BLOCK_N"] = min(values["BLOCK_N"], max(64, next_power_of_2(problem.seqlen_k)))
+    if problem.seqlen_q * values["PACK_HEADS"] <= 2 * ROWS:
+        fitted["CONSUMERS"] = 2
+    if tile_count(Config(**fitted), problem) <= target.sm_count:
+        fitted |= {"SCHEDULE": "grid"}
+        fitted["STAGES"] = min(fitted["STAGES"], max(2, -(-problem.seqlen_k // fitted["BLOCK_N"])))
+    # The smallest of the sizes that group the same heads.
+    sizes = [s for s in (16, 32, 64, 128) if s <= values["GROUP_MB"]]
+    for size in sizes:
+        for staging in (values["STAGING"], "own", "query", "direct"):
+            config = Config(**{**fitted, "GROUP_MB": size, "STAGING": staging})
+            same = group_heads(config, problem) == group_heads(
+                Config(**{**fitted, "GROUP_MB": sizes[-1]}), problem
+            )
+            alone = tile_count(config, problem) <= target.sm_count
+            if (same or alone) and SPACE.why_not(config, problem, target) is None:
+                return config
+    return None
+
+
+def _blocks(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of what one copy moves."""
+    packed, keys = config.integer("PACK_HEADS"), config.integer("BLOCK_N")
+    rows = (ROWS,) if packed == 1 else (ROWS // packed, packed)
+    return {
+        "q": (1, 1, *rows, block_d(problem)),
+        "k": (1, 1, keys, block_d(problem)),
+        "v": (1, 1, keys, block_dv(problem)),
+        "out": (1, 1, *rows, block_dv(problem)),
+    }
+
+
+def _descriptor(tensor: str, call: Call, config: Config) -> Descriptor:
+    batch, heads, rows, dim = tensor_shape(tensor, call.problem)
+    by_batch, by_head, by_row = copy_strides(tensor, call.problem, call.strides[tensor])
+    packed = config.integer("PACK_HEADS")
+    shape: tuple[int, ...] = (batch, heads, rows, dim)
+    strides: tuple[int, ...] = (by_batch, by_head, by_row, 1)
+    if tensor in ("q", "out") and packed > 1:
+        shape = (batch, heads // packed, rows, packed, dim)
+        strides = (by_batch, packed * by_head, by_row, by_head, 1)
+    return Descriptor(
+        tensor=tensor, shape=shape, strides=strides, block=_blocks(call.problem, config)[tensor]
+    )

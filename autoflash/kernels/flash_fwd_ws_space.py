@@ -1,0 +1,319 @@
+"""flash_fwd_ws's search space: what may be tuned, and why a combination can't or shouldn't run."""
+
+from autoflash.problem import DTYPE_BYTES, Problem, next_power_of_2
+from autoflash.space import Config, Constraint, Param, SearchSpace
+from autoflash.target import Target
+
+# Rows of a consumer: what one matrix instruction of a warpgroup computes.
+ROWS = 64
+PERSISTENT = ("persistent", "dynamic")
+# The template doesn't take OVERLAP_TILES yet. When it does: make this True, and no more.
+TAKES_OVERLAP_TILES = False
+
+# Registers of a thread times warpgroups that a launch of CONSUMERS is given: the register file
+# divided by the threads, rounded down to eights as the hardware does.
+_REGISTER_POOL = {2: 504, 3: 512}
+# Registers that addresses, row statistics and loop state take beside what is counted; with less,
+# every variant that we compiled spilled more than can be borne.
+_OTHER_REGISTERS = 24
+# Barriers, the mail of dynamic schedules, alignment.
+_OTHER_SHARED = 1024
+
+
+def block_d(problem: Problem) -> int:
+    return max(64, next_power_of_2(problem.head_dim))
+
+
+def block_dv(problem: Problem) -> int:
+    return max(64, next_power_of_2(problem.head_dim_v))
+
+
+def consumer_registers(config: Config) -> int:
+    """Registers of a consumer's thread: what the loader leaves, in eights."""
+    consumers = config.integer("CONSUMERS")
+    left = _REGISTER_POOL[consumers] - config.integer("LOADER_REGISTERS")
+    return left // consumers // 8 * 8
+
+
+def registers_needed(config: Config, problem: Problem) -> int:
+    """Registers that a consumer's thread needs: both accumulators and what lives beside them."""
+    keys = config.integer("BLOCK_N")
+    need = ROWS * (block_dv(problem) + keys) // 128 + _OTHER_REGISTERS
+    # 16-bit probabilities wait for the next step; a thread's share of 64 rows of q.
+    need += keys // 4 if config["OVERLAP"] else 0
+    return need + (block_d(problem) // 4 if config["Q_IN_REGISTERS"] else 0)
+
+
+def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
+    """Bytes of shared memory by what they hold."""
+    size = DTYPE_BYTES[problem.dtype]
+    rows = config.integer("CONSUMERS") * ROWS
+    ring = config.integer("STAGES") * config.integer("BLOCK_N")
+    return {
+        "q": rows * block_d(problem) * size,
+        "k": ring * block_d(problem) * size,
+        "v": ring * block_dv(problem) * size,
+        "out": rows * block_dv(problem) * size if config["STAGING"] == "own" else 0,
+        "barriers": _OTHER_SHARED,
+    }
+
+
+def tile_heads(config: Config, problem: Problem) -> int:
+    """Heads as the tiles count them: PACK_HEADS query heads are one."""
+    return problem.batch * problem.heads // config.integer("PACK_HEADS")
+
+
+def tile_count(config: Config, problem: Problem) -> int:
+    """Tiles of the whole problem."""
+    rows = config.integer("CONSUMERS") * ROWS // config.integer("PACK_HEADS")
+    return tile_heads(config, problem) * -(-problem.seqlen_q // rows)
+
+
+def group_heads(config: Config, problem: Problem) -> int:
+    """Heads that run side by side: those whose keys and values fit in GROUP_MB together."""
+    pair = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
+    fit = max(1, (config.integer("GROUP_MB") << 20) // max(1, pair))
+    sharing = max(1, problem.group // config.integer("PACK_HEADS"))
+    return min(fit * sharing, tile_heads(config, problem))
+
+
+def why_not_served(problem: Problem, target: Target) -> str | None:
+    """Why no config can run, as far as code and hardware go."""
+    if target.capability != 90:
+        return (
+            f"{target.arch} has no warpgroup matrix instructions (sm_90 has): flash_fwd serves it"
+        )
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"{problem.dtype} is not served on a GPU: use float16 or bfloat16"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8:
+            return (
+                f"{name}={dim}: rows of q, k, v and out must be multiples of 16 bytes for the "
+                "tensor copy engine: flash_fwd serves it"
+            )
+    return None
+
+
+def _hardware(config: Config, problem: Problem, target: Target) -> str | None:
+    del config
+    return why_not_served(problem, target)
+
+
+def _matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    consumers, packed = config.integer("CONSUMERS"), config.integer("PACK_HEADS")
+    if consumers > 2 and problem.seqlen_q * packed <= 2 * ROWS:
+        return f"{consumers} consumers of {ROWS} rows for {problem.seqlen_q * packed} rows"
+    return None
+
+
+def _packs_group(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    packed, group = config.integer("PACK_HEADS"), problem.group
+    if group % packed:
+        return f"PACK_HEADS={packed} doesn't divide the {group} query heads of a key/value head"
+    if 1 < packed < _most_packed(problem):
+        return f"PACK_HEADS={packed} is between none and the most, which serve alike or better"
+    return None
+
+
+def _most_packed(problem: Problem) -> int:
+    return max(p for p in (1, 2, 4, 8) if problem.group % p == 0)
+
+
+def _matches_keys(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    keys = config.integer("BLOCK_N")
+    if keys > max(64, next_power_of_2(problem.seqlen_k)):
+        return f"BLOCK_N={keys} is more than the {problem.seqlen_k} keys"
+    return None
+
+
+def _takes_turns(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if not config["PING_PONG"]:
+        return None
+    if not config["OVERLAP"]:
+        return "consumers that don't overlap have nothing to take turns for"
+    if _widest(problem) <= 64:
+        return "up to 64 the softmax is the bottleneck: turns at the matrix unit gain nothing"
+    return None
+
+
+def _widest(problem: Problem) -> int:
+    return max(block_d(problem), block_dv(problem))
+
+
+def _holds_queries(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["Q_IN_REGISTERS"] and block_d(problem) > 64:
+        return "q in registers gains 7 % at 64, but loses 6 % above, where it takes too many"
+    return None
+
+
+def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    need, have = registers_needed(config, problem), consumer_registers(config)
+    if need > have:
+        return f"a consumer needs about {need} registers per thread and has {have}"
+    return None
+
+
+def _stages_output(config: Config, problem: Problem, target: Target) -> str | None:
+    if config["STAGING"] == "own":
+        return None
+    own = sum(shared_parts(Config(**{**config, "STAGING": "own"}), problem).values())
+    if own <= target.shared_memory:
+        return "out has room of its own, which is 3 % faster"
+    return None
+
+
+def _lends_queries(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["STAGING"] != "query":
+        return None
+    if block_d(problem) != block_dv(problem):
+        return f"rows of out ({block_dv(problem)}) don't fit q's place ({block_d(problem)})"
+    if config["Q_IN_REGISTERS"] or config["OVERLAP_TILES"]:
+        return "q's place is filled again before out is ready"
+    return None
+
+
+def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None:
+    need = sum(shared_parts(config, problem).values())
+    if need > target.shared_memory:
+        return f"needs {need} bytes of shared memory, {target.name} has {target.shared_memory}"
+    return None
+
+
+def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    stages, blocks = config.integer("STAGES"), -(-problem.seqlen_k // config.integer("BLOCK_N"))
+    if config["SCHEDULE"] == "grid" and stages > max(2, blocks):
+        return f"a ring of {stages} stages for {blocks} blocks of keys"
+    return None
+
+
+def _schedules(config: Config, problem: Problem, target: Target) -> str | None:
+    schedule, tiles = config["SCHEDULE"], tile_count(config, problem)
+    if schedule in PERSISTENT and tiles <= target.sm_count:
+        return f"{tiles} tiles: each of the {target.sm_count} SMs has one at most"
+    if schedule == "persistent" and problem.causal:
+        return "causal tiles differ in length: dealt out in advance they lose 10 to 30 %"
+    return None
+
+
+def _overlaps_tiles(config: Config, problem: Problem, target: Target) -> str | None:
+    del problem, target
+    if not config["OVERLAP_TILES"]:
+        return None
+    if not TAKES_OVERLAP_TILES:
+        return "the template can't overlap tiles yet"
+    if not config["OVERLAP"] or config["SCHEDULE"] == "grid":
+        return "tiles overlap where blocks do, in a program that has several"
+    return None
+
+
+def _orders_tiles(config: Config, problem: Problem, target: Target) -> str | None:
+    size = config.integer("GROUP_MB")
+    if size == _GROUP_SIZES[0]:
+        return None
+    if tile_count(config, problem) <= target.sm_count:
+        return f"GROUP_MB={size}: all tiles run side by side"
+    smaller = Config(**{**config, "GROUP_MB": _GROUP_SIZES[_GROUP_SIZES.index(size) - 1]})
+    heads = group_heads(config, problem)
+    if heads == group_heads(smaller, problem):
+        return f"GROUP_MB={size} groups {heads} heads, as {smaller['GROUP_MB']} does"
+    return None
+
+
+def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if not config["EXP2_BY_FMA"]:
+        return None
+    if _widest(problem) > 64:
+        return "above 64 the matrix unit is the bottleneck, not the exponential unit"
+    if config["CONSUMERS"] != 2:
+        return "three consumers keep the other units as busy as the exponential unit"
+    return None
+
+
+def _loader_registers(config: Config, problem: Problem, target: Target) -> str | None:
+    del problem, target
+    registers = config.integer("LOADER_REGISTERS")
+    if registers > 24 and config["SCHEDULE"] != "dynamic":
+        return f"{registers} registers are more than a loader without a counter needs"
+    return None
+
+
+_GROUP_SIZES = (16, 32, 64, 128)
+
+# Those that much depends on come first: enumeration then drops most beginnings early.
+SPACE = SearchSpace(
+    params=(
+        Param(name="CONSUMERS", choices=(2, 3), doc="warpgroups that compute 64 query rows each"),
+        Param(name="PACK_HEADS", choices=(1, 2, 4, 8), doc="query heads side by side in a tile"),
+        Param(name="BLOCK_N", choices=(64, 128), doc="keys of one step"),
+        Param(name="STAGES", choices=(2, 3, 4), doc="depth of the ring of keys and values"),
+        Param(name="OVERLAP", choices=(False, True), doc="next scores issued before this P v"),
+        Param(name="Q_IN_REGISTERS", choices=(False, True), doc="queries read from registers"),
+        Param(name="SCHEDULE", choices=("grid", *PERSISTENT), doc="how programs come by tiles"),
+        Param(name="GROUP_MB", choices=_GROUP_SIZES, doc="MiB of K and V side by side (L2)"),
+        Param(name="OVERLAP_TILES", choices=(False, True), doc="next tile begun in this one"),
+        Param(name="STAGING", choices=("own", "query", "direct"), doc="where out is staged"),
+        Param(name="PING_PONG", choices=(False, True), doc="consumers take turns at products"),
+        Param(name="LOADER_REGISTERS", choices=(24, 40), doc="the rest is the consumers'"),
+        Param(name="EXP2_BY_FMA", choices=(0, 8), doc="each so-many-th exponential by FMA"),
+        Param(name="RESCALE_ABOVE", choices=(0, 8), doc="rescale when the maximum grew by more"),
+    ),
+    constraints=(
+        Constraint(name="hardware", why_not=_hardware, reads=()),
+        Constraint(name="packed heads", why_not=_packs_group, reads=("PACK_HEADS",)),
+        Constraint(name="query rows", why_not=_matches_queries, reads=("CONSUMERS", "PACK_HEADS")),
+        Constraint(name="keys", why_not=_matches_keys, reads=("BLOCK_N",)),
+        Constraint(name="queries", why_not=_holds_queries, reads=("Q_IN_REGISTERS",)),
+        Constraint(
+            name="registers",
+            why_not=_fits_registers,
+            reads=("CONSUMERS", "BLOCK_N", "OVERLAP", "Q_IN_REGISTERS", "LOADER_REGISTERS"),
+        ),
+        Constraint(
+            name="schedule", why_not=_schedules, reads=("CONSUMERS", "PACK_HEADS", "SCHEDULE")
+        ),
+        Constraint(name="ring", why_not=_fills_ring, reads=("STAGES", "BLOCK_N", "SCHEDULE")),
+        Constraint(
+            name="tile order", why_not=_orders_tiles, reads=("CONSUMERS", "PACK_HEADS", "GROUP_MB")
+        ),
+        Constraint(
+            name="tile overlap",
+            why_not=_overlaps_tiles,
+            reads=("OVERLAP", "SCHEDULE", "OVERLAP_TILES"),
+        ),
+        Constraint(
+            name="shared memory",
+            why_not=_fits_shared,
+            reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        ),
+        Constraint(
+            name="staging",
+            why_not=_stages_output,
+            reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        ),
+        Constraint(
+            name="q's place",
+            why_not=_lends_queries,
+            reads=("STAGING", "Q_IN_REGISTERS", "OVERLAP_TILES"),
+        ),
+        Constraint(name="ping-pong", why_not=_takes_turns, reads=("OVERLAP", "PING_PONG")),
+        Constraint(
+            name="loader registers",
+            why_not=_loader_registers,
+            reads=("SCHEDULE", "LOADER_REGISTERS"),
+        ),
+        Constraint(
+            name="exponentials",
+            why_not=_needs_exponentials,
+            reads=("CONSUMERS", "EXP2_BY_FMA"),
+        ),
+    ),
+)
