@@ -127,6 +127,7 @@ class Explanation:
 
     ``how``: tuned, neighbour, predicted or default (or reference, on the CPU). ``layer``: where the
     record came from. ``path``: the emitted file. ``tune``: the command that tunes this problem.
+    ``pipeline``: how a program of the kernel divides its work, in lines.
     """
 
     problem: str
@@ -138,13 +139,15 @@ class Explanation:
     why: str
     path: Path | None
     tune: str
+    pipeline: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         config = " ".join(f"{name}={value}" for name, value in self.config.items())
-        return (
+        text = (
             f"{self.problem} on {self.target}: {self.kernel} [{self.how}, from {self.layer}]\n"
             f"  why: {self.why}\n  config: {config}\n  file: {self.path}\n  tune: {self.tune}"
         )
+        return "\n    ".join([text + ("\n  pipeline:" if self.pipeline else ""), *self.pipeline])
 
 
 def explain(
@@ -187,6 +190,7 @@ def explain(
         why=choice.why,
         path=emit(render(choice.kernel, problem, choice.config)),
         tune=tune_command(problem),
+        pipeline=tuple(choice.kernel.pipeline(problem, choice.config)),
     )
 
 

@@ -144,7 +144,7 @@ def show(
     source: Annotated[bool, typer.Option(help="Print the emitted file's text too.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Records in full: problem, config, time, evidence and the emitted file."""
+    """Records in full: problem, config, pipeline, time, evidence and the emitted file."""
     from autoflash.problem import canonical_dtype, parse_length
     from autoflash.report import record_panel
     from autoflash.tuning.progress import emitted_path

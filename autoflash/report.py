@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.target import Target
@@ -142,10 +143,12 @@ def records_table(records: list[TuningRecord]) -> Table:
 def record_panel(record: TuningRecord, path: Path | None) -> RenderableType:
     """Everything a record holds."""
     m, p = record.measurement, record.provenance
+    pipeline = KERNELS[record.kernel].pipeline(record.problem, record.config)
     lines = [
         f"target    {record.target.name} ({record.target.arch}, {record.target.sm_count} SMs)",
         f"kernel    {record.kernel}",
         f"config    {record.config.label()}",
+        "pipeline  " + ("\n" + 10 * " ").join(pipeline),
         f"time      {m.median_ms:.4f} ms (p20 {m.p20_ms:.4f}, p80 {m.p80_ms:.4f}), "
         f"{m.repeats} repeats by {m.method}{', noisy: ' + m.throttle if m.noisy else ''}",
         f"rate      {record.problem.tflops(m.median_ms):.0f} TFLOP/s ({record.kind})",

@@ -1,5 +1,8 @@
 """Config and SearchSpace: equality to the letter, and what a stranger's config may say."""
 
+import itertools
+import random
+
 import pytest
 
 from autoflash.errors import ConfigError
@@ -180,11 +183,90 @@ def test_configs_are_those_that_the_constraints_let_through():
     assert len(SPACE.configs(PROBLEM, named_target("h100"))) == 16
 
 
+# --- enumeration of large spaces
+
+
+def test_constraints_that_say_what_they_read_change_nothing_but_the_work():
+    asked = []
+
+    def no_tma(config, problem, target):
+        asked.append(dict(config))
+        return None if config["load"] == "pointer" or target.has_tma else "none here"
+
+    def no_large(config, problem, target):
+        asked.append(dict(config))
+        return not_both_large(config, problem, target)
+
+    quick = SearchSpace(
+        params=SPACE.params,
+        constraints=(
+            Constraint(name="load path", why_not=no_tma, reads=("load",)),
+            Constraint(name="size", why_not=no_large, reads=("keys", "rows")),
+        ),
+    )
+    for target in (A100, named_target("h100")):
+        assert quick.configs(PROBLEM, target) == SPACE.configs(PROBLEM, target)
+    # Each is asked as soon as it can be, about no more than is set by then.
+    assert {len(config) for config in asked} == {2, 3}
+
+
+def test_a_constraint_that_reads_no_param_is_asked_first():
+    asked = []
+
+    def never(config, problem, target):
+        asked.append(config)
+        return "not here"
+
+    space = SearchSpace(
+        params=SPACE.params, constraints=(Constraint(name="never", why_not=never, reads=()),)
+    )
+    assert space.configs(PROBLEM, A100) == []
+    assert len(asked) == len(SPACE.params[0].choices)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_configs_are_what_asking_every_constraint_lets_through(kernel):
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    lot = random.Random(seed)
+    h100 = named_target("h100")
+    for _ in range(6):
+        group = lot.choice([1, 2, 3, 8])
+        length = lot.choice([1, 50, 64, 200, 4096])
+        problem = Problem(
+            batch=lot.choice([1, 4]), heads=2 * group, kv_heads=2, seqlen_q=length,
+            seqlen_k=lot.choice([length, 1000]), head_dim=lot.choice([64, 96, 192, 256]),
+            head_dim_v=lot.choice([64, 96, 256]), dtype="float16", causal=lot.random() < 0.5,
+        )  # fmt: skip
+        allowed = set(kernel.space.configs(problem, h100))
+        for _ in range(3000):
+            config = Config(**{p.name: lot.choice(p.choices) for p in kernel.space.params})
+            fits = kernel.space.why_not(config, problem, h100) is None
+            assert fits == (config in allowed), (problem.label(), config)
+        for config in allowed:
+            assert kernel.space.why_not(config, problem, h100) is None
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_a_constraint_reads_no_more_than_it_says(kernel):
+    problem = Problem.parse({"batch": 4, "heads": 16, "seqlen": 4096, "head_dim": 64})
+    for constraint in kernel.space.constraints:
+        if constraint.reads is None:
+            continue
+        choices = [p.choices for p in kernel.space.params if p.name in constraint.reads]
+        names = [p.name for p in kernel.space.params if p.name in constraint.reads]
+        assert len(names) == len(constraint.reads), constraint.name
+        for values in itertools.product(*choices):
+            # A KeyError if it looks at anything else.
+            config = Config(**dict(zip(names, values, strict=True)))
+            constraint.why_not(config, problem, named_target("h100"))
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
 def test_every_config_of_a_kernel_survives_json(kernel):
     import json
 
-    configs = list(kernel.space.all_configs())
-    assert len(set(configs)) == kernel.space.size
-    for config in configs[::7]:
+    lot = random.Random(0)
+    for _ in range(2000):
+        config = Config(**{p.name: lot.choice(p.choices) for p in kernel.space.params})
         assert kernel.space.parse(json.loads(config.to_json())) == config

@@ -48,6 +48,7 @@ class Factors:
     staged: float = 2.5  # bytes of out, over 32 a cycle, if it can't wait in a place of its own
     masked: float = 0.78  # scores of the blocks on the diagonal, over 16 a cycle
     tail: float = 0.315  # of the mean tile, per tile of a group that a program gets
+    idle: float = 0.003  # for each choice that gained nothing where it was measured
     missed: float = 1.25  # keys and values that a wave doesn't find in L2 again
 
 
@@ -106,9 +107,15 @@ def _step_cycles(problem: Problem, config: Config, target: Target) -> float:
     else:
         share = f.open_3 if config["OVERLAP"] else f.open_3_serial
     cycles = f.step + matrix + share * softmax
-    if config["Q_IN_REGISTERS"]:
+    if config["Q_IN_REGISTERS"] and consumers == 2:
         cycles *= 1 - f.q_registers
-    return cycles
+    idle = (
+        config["PING_PONG"],
+        config["LOADER_REGISTERS"] != 24,
+        config["SCHEDULE"] == "dynamic" and not problem.causal,
+        config["Q_IN_REGISTERS"] and consumers != 2,
+    )
+    return cycles * (1 + f.idle * sum(map(bool, idle)))
 
 
 def _missed_bytes(problem: Problem, config: Config, target: Target) -> float:

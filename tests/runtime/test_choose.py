@@ -16,7 +16,7 @@ from autoflash.store.record import Measurement, Provenance, TuningRecord
 from autoflash.store.store import Store
 from autoflash.target import named_target
 
-KERNEL = KERNELS["flash_fwd"]
+KERNEL, HOPPER = KERNELS["flash_fwd"], KERNELS["flash_fwd_ws"]
 H200, H100, A100 = map(named_target, ("h200", "h100", "a100"))
 UNALIGNED = Access(aligned=False, tma=False)
 EXPANDED = Access(aligned=True, tma=False)
@@ -32,6 +32,7 @@ TUNED = KERNEL.space.parse(
     }
 )  # fmt: skip
 DEFAULT = KERNEL.default(PROBLEM, H200)
+HOPPER_DEFAULT = HOPPER.default(PROBLEM, H200)
 
 
 def but(config, **changes):
@@ -64,8 +65,8 @@ def told(choice):
 
 def test_nothing_known():
     choice = choose(PROBLEM, H200, ALIGNED)
-    assert told(choice) == (DEFAULT, "default", "kernel", "no record fits")
-    assert choice.kernel is KERNEL
+    assert told(choice) == (HOPPER_DEFAULT, "default", "kernel", "no record fits")
+    assert choice.kernel is HOPPER
     assert choice.record is None
     # Looking made no file.
     assert not settings().db_path.exists()
@@ -163,11 +164,94 @@ def test_pointers_stay_as_they_are(store, access):
 
 def test_the_default_is_adapted_too(monkeypatch):
     tma = but(DEFAULT, LOAD="tma")
-    monkeypatch.setattr(type(KERNEL), "default", lambda self, problem, target: tma)
-    assert default_choices(KERNEL, PROBLEM, H200, ALIGNED, "so")[0].config == tma
-    found = default_choices(KERNEL, PROBLEM, H200, UNALIGNED, "so")[0]
+    monkeypatch.setattr(type(KERNEL), "defaults", lambda self, problem, target: [tma])
+    ours = [c for c in default_choices(PROBLEM, H200, ALIGNED, "so") if c.kernel is KERNEL]
+    assert [c.config for c in ours] == [tma]
+    (found,) = default_choices(PROBLEM, H200, UNALIGNED, "so")
     assert (found.config, found.how, found.why) == (KERNEL.adapt(tma, UNALIGNED), "default", "so")
     assert found.config["LOAD"] == "pointer"
+
+
+# --- which kernel
+
+
+def test_the_default_is_of_the_kernel_that_the_models_think_faster():
+    for causal in (False, True):
+        for dim in (64, 96, 128, 192, 256):
+            for length in (1024, 4096, 16384):
+                problem = dataclasses.replace(
+                    PROBLEM, batch=16384 // length, heads=2048 // dim, kv_heads=2048 // dim,
+                    seqlen_q=length, seqlen_k=length, head_dim=dim, head_dim_v=dim, causal=causal,
+                )  # fmt: skip
+                for target in (H100, H200):
+                    assert choose(problem, target, ALIGNED).kernel is HOPPER, problem.label()
+                for name in ("a100", "l40s", "b200", "rtx5090", "mi300x"):
+                    assert choose(problem, named_target(name), ALIGNED).kernel is KERNEL
+
+
+@pytest.mark.parametrize("access", [UNALIGNED, EXPANDED], ids=["unaligned", "expanded"])
+def test_tensors_that_the_copy_engine_can_not_read_get_the_next_kernel(access):
+    choice = choose(PROBLEM, H200, access)
+    assert told(choice) == (
+        KERNEL.adapt(DEFAULT, access), "default", "kernel", "no record fits",
+    )  # fmt: skip
+    assert choice.config["LOAD"] == "pointer"
+    assert {c.kernel.name for c in default_choices(PROBLEM, H200, access)} == {KERNEL.name}
+
+
+def test_dims_that_the_copy_engine_can_not_read_get_the_next_kernel():
+    odd = dataclasses.replace(PROBLEM, head_dim=100)
+    assert choose(odd, H200, ALIGNED).kernel is KERNEL
+
+
+def test_defaults_go_kernel_by_kernel():
+    names = [c.kernel.name for c in default_choices(PROBLEM, H200, ALIGNED)]
+    hopper = len(HOPPER.defaults(PROBLEM, H200))
+    assert names[:hopper] == [HOPPER.name] * hopper
+    assert set(names[hopper:]) == {KERNEL.name}
+    first = default_choices(PROBLEM, H200, ALIGNED, "so", first=KERNEL)
+    assert first[0].config == DEFAULT
+    assert {(c.kernel.name, c.config) for c in first} == {
+        (c.kernel.name, c.config) for c in default_choices(PROBLEM, H200, ALIGNED)
+    }
+
+
+def test_when_no_kernel_can_load_the_tensors_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(type(KERNEL), "adapt", lambda self, config, access: None)
+    with pytest.raises(UnsupportedError, match="make them contiguous"):
+        choose(PROBLEM, H200, UNALIGNED)
+
+
+def hopper_record(**changes):
+    config = HOPPER.space.parse({**HOPPER_DEFAULT, "PING_PONG": True, **changes})
+    return dataclasses.replace(record(), kernel=HOPPER.name, config=config)
+
+
+def test_a_record_of_either_kernel_serves(store):
+    store.add_record(hopper_record())
+    choice = choose(PROBLEM, H200, ALIGNED)
+    assert (choice.kernel, choice.how) == (HOPPER, "tuned")
+    assert choice.config == hopper_record().config
+    store.add_record(record(day=2))
+    assert choose(PROBLEM, H200, ALIGNED).kernel is KERNEL
+
+
+@pytest.mark.parametrize("access", [UNALIGNED, EXPANDED], ids=["unaligned", "expanded"])
+def test_a_record_whose_kernel_can_not_run_the_tensors_gives_way(store, access, caplog):
+    store.add_record(hopper_record())
+    with caplog.at_level(logging.INFO, logger="autoflash.runtime.choose"):
+        choice = choose(PROBLEM, H200, access)
+    assert (choice.kernel, choice.how) == (KERNEL, "default")
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert message.endswith("flash_fwd_ws can't load tensors that are not aligned for TMA")
+
+
+def test_lock_says_why_an_exact_record_can_not_be_used(store, monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    store.add_record(hopper_record())
+    assert choose(PROBLEM, H200, ALIGNED).kernel is HOPPER
+    with pytest.raises(MissingRecordError, match=r"that can be used \(flash_fwd_ws can't load"):
+        choose(PROBLEM, H200, UNALIGNED)
 
 
 # --- records that don't fit
@@ -181,9 +265,7 @@ def test_a_record_that_breaks_a_constraint_is_left_out(store, caplog):
     store.add_record(record(large, problem=long))
     with caplog.at_level(logging.INFO, logger="autoflash.runtime.choose"):
         choice = choose(short, H200, ALIGNED)
-    assert told(choice) == (
-        KERNEL.default(short, H200), "default", "kernel", "no record fits",
-    )  # fmt: skip
+    assert told(choice) == told(default_choices(short, H200, ALIGNED)[0])
     (message,) = [r.getMessage() for r in caplog.records]
     assert message == (
         f"record of {Bucket.of(short).label()} doesn't fit {short.label()}: "
@@ -199,7 +281,7 @@ def test_a_record_that_the_target_can_not_hold(store):
     small = dataclasses.replace(H200, shared_memory=100 * 1024)
     choice = choose(PROBLEM, small, ALIGNED)
     assert choice.how == "default"
-    assert KERNEL.space.why_not(choice.config, PROBLEM, small) is None
+    assert choice.kernel.space.why_not(choice.config, PROBLEM, small) is None
 
 
 def test_every_default_is_feasible():
@@ -209,8 +291,8 @@ def test_every_default_is_feasible():
                 problem = dataclasses.replace(
                     PROBLEM, head_dim=dims[0], head_dim_v=dims[1], seqlen_q=length, seqlen_k=length
                 )
-                choice = choose(problem, target, ALIGNED)
-                assert KERNEL.space.why_not(choice.config, problem, target) is None
+                for choice in default_choices(problem, target, ALIGNED):
+                    assert choice.kernel.space.why_not(choice.config, problem, target) is None
 
 
 # --- lock mode
@@ -299,6 +381,7 @@ def test_no_kernel_for_the_problem():
         choose(dataclasses.replace(PROBLEM, dtype="float32"), H200, ALIGNED)
     assert str(caught.value) == (
         "no kernel serves fwd float32 b2 h16/4 s2000x4096 d128 causal on NVIDIA H200: flash_fwd: "
+        "float32 is not served on a GPU: use float16 or bfloat16; flash_fwd_ws: "
         "float32 is not served on a GPU: use float16 or bfloat16"
     )
 
