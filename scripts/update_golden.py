@@ -46,8 +46,27 @@ def _problem(dtype: str, head_dim: int, head_dim_v: int, *, causal: bool) -> Pro
     )
 
 
+_HOPPER_CONFIG = Config(
+    CONSUMERS=2,
+    PACK_HEADS=1,
+    BLOCK_N=128,
+    STAGES=2,
+    OVERLAP=True,
+    Q_IN_REGISTERS=False,
+    SCHEDULE="persistent",
+    GROUP_MB=32,
+    OVERLAP_TILES=False,
+    STAGING="own",
+    PING_PONG=False,
+    LOADER_REGISTERS=24,
+    EXP2_BY_FMA=0,
+    RESCALE_ABOVE=8,
+)
+
+Cases = tuple[tuple[Problem, dict[str, bool | int | str]], ...]
+
 # (problem, what differs from _CONFIG): every Jinja decision, and each kind of constexpr and option.
-CASES: tuple[tuple[Problem, dict[str, bool | int | str]], ...] = (
+CASES: Cases = (
     (_problem("bfloat16", 64, 64, causal=False), {"num_warps": 4}),
     (_problem("bfloat16", 128, 128, causal=False), {}),
     (_problem("bfloat16", 128, 128, causal=True), {}),
@@ -64,15 +83,36 @@ CASES: tuple[tuple[Problem, dict[str, bool | int | str]], ...] = (
 )
 
 
+HOPPER_CASES: Cases = (
+    (_problem("bfloat16", 128, 128, causal=False), {}),
+    (_problem("bfloat16", 128, 128, causal=True), {"SCHEDULE": "dynamic", "GROUP_MB": 128}),
+    (
+        _problem("float16", 64, 64, causal=False),
+        {"CONSUMERS": 3, "STAGES": 3, "OVERLAP": False, "SCHEDULE": "grid", "EXP2_BY_FMA": 8},
+    ),
+    (
+        _problem("float16", 72, 40, causal=True),
+        {"STAGING": "direct", "SCHEDULE": "dynamic", "LOADER_REGISTERS": 40, "PACK_HEADS": 4},
+    ),
+    (_problem("bfloat16", 192, 128, causal=True), {"BLOCK_N": 64, "SCHEDULE": "grid"}),
+    (
+        _problem("bfloat16", 256, 256, causal=False),
+        {"BLOCK_N": 64, "STAGING": "direct", "RESCALE_ABOVE": 0},
+    ),
+)
+
+
 def render_all() -> dict[str, str]:
     """File name to text of every case."""
-    texts = {}
-    for problem, changes in CASES:
-        source = render(KERNELS["flash_fwd"], problem, Config(**{**_CONFIG, **changes}))
-        # The hash at the end of the name would hide a change from `git diff`.
-        name = source.name.rpartition("_")[0] + ".py"
-        assert name not in texts, f"two golden cases are called {name}"
-        texts[name] = source.text
+    texts: dict[str, str] = {}
+    kernels = (("flash_fwd", _CONFIG, CASES), ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES))
+    for kernel, base, cases in kernels:
+        for problem, changes in cases:
+            source = render(KERNELS[kernel], problem, Config(**{**base, **changes}))
+            # The hash at the end of the name would hide a change from `git diff`.
+            name = source.name.rpartition("_")[0] + ".py"
+            assert name not in texts, f"two golden cases are called {name}"
+            texts[name] = source.text
     return texts
 
 

@@ -26,23 +26,27 @@ def emit(source: Source) -> Path:
 
 
 def load(source: Source) -> ModuleType:
-    """Import the emitted file as a module (once per process)."""
-    # Triton's cache key holds the module's name: it must be the same in every process.
-    name = f"autoflash_generated.{source.name}"
+    """Emit ``source`` and import its device code as a module (once per process).
+
+    Sources that differ in header and footer alone share a module.
+    """
+    path = str(emit(source))
+    # Triton's cache key holds the module's name: it must be the same in every process, and for all
+    # that compile to the same binary.
+    name = f"autoflash_generated.{source.kernel}_{source.kernel_hash}"
     with _lock:
         module = sys.modules.get(name)
         if module is None:
-            module = sys.modules[name] = _execute(name, source)
+            module = sys.modules[name] = _execute(name, path, source)
     return module
 
 
-def _execute(name: str, source: Source) -> ModuleType:
+def _execute(name: str, path: str, source: Source) -> ModuleType:
     """A module of the text that was rendered, at the path where it was written.
 
     The text is run, not the file: neither the file nor a .pyc beside it is trusted. Triton asks
     linecache for the lines of each kernel, and gets them from there.
     """
-    path = str(emit(source))
     module = ModuleType(name)
     module.__file__ = path
     lines = source.text.splitlines(keepends=True)

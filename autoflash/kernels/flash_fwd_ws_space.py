@@ -188,7 +188,10 @@ def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None
 
 def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
     del target
-    stages, blocks = config.integer("STAGES"), -(-problem.seqlen_k // config.integer("BLOCK_N"))
+    stages, keys = config.integer("STAGES"), config.integer("BLOCK_N")
+    if stages * keys > 384:
+        return f"a ring of {stages * keys} keys gains nothing over one of 384"
+    blocks = -(-problem.seqlen_k // keys)
     if config["SCHEDULE"] == "grid" and stages > max(2, blocks):
         return f"a ring of {stages} stages for {blocks} blocks of keys"
     return None

@@ -28,7 +28,7 @@ ROUNDS = 20
 def source_of(text: str = "VALUE = 1\n", name: str | None = None) -> Source:
     """A small Source. Its name is new, since a module is loaded once per process."""
     name = name or f"probe_{uuid.uuid4().hex[:12]}"
-    return Source(kernel="probe", name=name, text=text, kernel_hash="0" * 16)
+    return Source(kernel="probe", name=name, text=text, kernel_hash=name.rpartition("_")[2])
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_load_imports_once(folder):
         assert sys.probe_runs == 1
     finally:
         del sys.probe_runs
-    assert module.__name__ == f"autoflash_generated.{source.name}"
+    assert module.__name__ == f"autoflash_generated.probe_{source.kernel_hash}"
     assert sys.modules[module.__name__] is module
     assert module.__file__ == str(folder / f"{source.name}.py")
 
@@ -209,12 +209,15 @@ def test_threads_that_load_at_once_get_one_whole_module(folder):
         assert sys.probe_runs == 1
     finally:
         del sys.probe_runs
-    assert found == [(id(sys.modules[f"autoflash_generated.{source.name}"]), 1)] * PROCESSES
+    assert (
+        found
+        == [(id(sys.modules[f"autoflash_generated.probe_{source.kernel_hash}"]), 1)] * PROCESSES
+    )
 
 
 def test_a_source_that_fails_to_import_is_not_kept(folder):
     source = source_of("import sys\nVALUE = 1 // sys.probe_divisor\n")
-    name = f"autoflash_generated.{source.name}"
+    name = f"autoflash_generated.probe_{source.kernel_hash}"
     sys.probe_divisor = 0
     try:
         with pytest.raises(ZeroDivisionError):
@@ -251,7 +254,7 @@ def test_the_module_name_and_triton_key_are_those_of_any_process(folder, tmp_pat
     kernel, problem = KERNELS["flash_fwd"], Problem.parse(fields)
     source = render(kernel, problem, kernel.default(problem, NAMED_TARGETS["h200"]))
     module = load(source)
-    assert module.__name__ == f"autoflash_generated.{source.name}"
+    assert module.__name__ == f"autoflash_generated.flash_fwd_{source.kernel_hash}"
     assert done.stdout.split() == [module.__name__, module.flash_fwd.cache_key]
 
 
