@@ -15,7 +15,7 @@ TAKES_OVERLAP_TILES = False
 _REGISTER_POOL = {2: 504, 3: 512}
 # Registers that addresses, row statistics and loop state take beside what is counted; with less,
 # every variant that we compiled spilled more than can be borne.
-_OTHER_REGISTERS = 24
+_OTHER_REGISTERS = 32
 # Barriers, the mail of dynamic schedules, alignment.
 _OTHER_SHARED = 1024
 

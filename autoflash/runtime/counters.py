@@ -2,11 +2,11 @@
 
 Launches that may overlap in time must not share one. Those of one stream can't overlap, so a stream
 keeps its own. A CUDA graph may be replayed on any stream beside anything: each launch that is
-captured gets one of the graph's own memory, zeroed by the graph at each replay.
+captured gets one in the graph's own memory, which the graph zeroes at each replay.
 """
 
 import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ def counter(stream: int) -> tuple[Tensor | None, int]:
     """(what the caller must hold until it has launched, address) of a counter for one launch on
     ``stream``, which is the current one of the current device."""
     if torch._C._cuda_isCurrentStreamCapturing():
-        own = torch.zeros(2, dtype=torch.int32, device="cuda")
+        # After the launch its memory may serve what the graph does later on this stream.
+        own = _zeroed()
         return own, own.data_ptr()
     thread = threading.get_ident() if stream == _PER_THREAD_STREAM else 0
     key = (torch._C._cuda_getDevice(), stream, thread)
@@ -35,27 +36,23 @@ def counter(stream: int) -> tuple[Tensor | None, int]:
 
 
 def _make(key: tuple[int, int, int]) -> int:
-    """A counter that lives as long as the process, zeroed before what is launched next."""
-    made: list[Any] = []
+    """A counter that lives as long as the process."""
+    # In a thread of its own: in this one the allocator may be told to use a pool that is audited or
+    # given up later (warming up a CUDA graph does that).
+    with ThreadPoolExecutor(1, thread_name_prefix="autoflash-counter") as thread:
+        made = thread.submit(_zeroed_now, key[0]).result()
+    _kept.append(made)
+    _addresses[key] = made.data_ptr()
+    return made.data_ptr()
 
-    def make() -> None:
-        try:
-            with torch.cuda.device(key[0]):
-                made.append(torch.zeros(2, dtype=torch.int32, device="cuda"))
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:  # noqa: BLE001 - raised again by who waits
-            made.append(error)
 
-    # In a thread of its own: in this one the allocator may be told to use a pool that is cleared
-    # or audited later (warming up a CUDA graph does that).
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    (found,) = made
-    if isinstance(found, BaseException):
-        raise found
-    assert isinstance(found, Tensor)
-    _kept.append(found)
-    address = found.data_ptr()
-    _addresses[key] = address
-    return address
+def _zeroed_now(device: int) -> Tensor:
+    """A counter that is zero when this returns: another stream may use it at once."""
+    with torch.cuda.device(device):
+        made = _zeroed()
+        torch.cuda.current_stream().synchronize()
+    return made
+
+
+def _zeroed() -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device="cuda")

@@ -288,16 +288,19 @@ REJECTED = {
     "keys": [(H100, {"seqlen_k": 64}, {"BLOCK_N": 128}, ["128", "64 keys"])],
     "queries": [(H100, {}, {"Q_IN_REGISTERS": True}, ["6 %"])],
     "registers": [
-        (H100, {}, {"CONSUMERS": 3}, ["184", "160"]),
-        (H100, WIDE, {"BLOCK_N": 128}, ["248", "240"]),
-        (H100, WIDE, {"BLOCK_N": 64, "CONSUMERS": 3, "OVERLAP": False}, ["184", "160"]),
+        (H100, {}, {"CONSUMERS": 3}, ["192", "160"]),
+        (H100, WIDE, {"BLOCK_N": 128}, ["256", "240"]),
+        (H100, WIDE, {"BLOCK_N": 64, "CONSUMERS": 3, "OVERLAP": False}, ["192", "160"]),
     ],
     "schedule": [
         (H100, {"batch": 1}, {}, ["128 tiles", "132"]),
         (H100, {"batch": 1, "causal": False}, {"SCHEDULE": "persistent"}, ["128 tiles"]),
         (H100, {}, {"SCHEDULE": "persistent"}, ["causal", "10 to 30 %"]),
     ],
-    "ring": [(H100, {"seqlen_k": 200}, {"SCHEDULE": "grid", "STAGES": 3}, ["3 stages", "2 blo"]), (H100, {}, {"STAGES": 4}, ["512 keys", "384"])],
+    "ring": [
+        (H100, {"seqlen_k": 200}, {"SCHEDULE": "grid", "STAGES": 3}, ["3 stages", "2 blo"]),
+        (H100, {}, {"STAGES": 4}, ["512 keys", "384"]),
+    ],
     "tile order": [
         (H100, {}, {"GROUP_MB": 32}, ["32 heads", "16"]),
         (H100, {"batch": 1}, {"SCHEDULE": "grid", "GROUP_MB": 64}, ["all tiles"]),

@@ -4,19 +4,22 @@ import dataclasses
 
 import pytest
 
+from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Bucket, Problem
 from autoflash.runtime.choose import choose
 from autoflash.settings import settings
+from autoflash.space import Config
 from autoflash.store.record import Measurement, TrialStatus
 from autoflash.store.store import Store
 from autoflash.target import named_target
-from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.job import Candidate, Outcome, study_message
 from autoflash.tuning.offline import predict, tune_offline
 from autoflash.tuning.progress import Budget, Listener, StudyPlan
 from autoflash.tuning.resources import Resources
 from autoflash.tuning.runner import LiveRunner, RecordedRunner
 from autoflash.tuning.tune import tune
+from autoflash.tuning.worker import compile_candidate
 
 H100 = named_target("h100")
 PROBLEM = Problem(
@@ -99,7 +102,54 @@ def test_a_real_binary_that_spills_is_dropped(lab):
     assert trial.predicted_ms is None
 
 
+def hopper(head_dim, **changes):
+    """A problem with its default config, changed, as a job for a worker."""
+    kernel = KERNELS["flash_fwd_ws"]
+    problem = Problem.parse({"batch": 4, "heads": 16, "seqlen": 4096, "head_dim": head_dim})
+    config = Config(**{**kernel.default(problem, H100), **changes})
+    candidate = Candidate(kernel=kernel, config=config)
+    return problem, candidate
+
+
+def compiled(problem, candidate):
+    message = study_message(problem, H100) | candidate.to_message()
+    return Outcome.from_message(compile_candidate(message))
+
+
+def test_a_hopper_binary_that_spills_much_is_refused_before_it_is_timed():
+    # 64 x (128 + 128) floats and the probabilities on 128 threads with 160 registers.
+    problem, candidate = hopper(128, CONSUMERS=3, STAGING="query")
+    assert "registers" in candidate.kernel.space.why_not(candidate.config, problem, H100)
+    outcome = compiled(problem, candidate)
+    assert outcome.status is TrialStatus.out_of_resources
+    assert outcome.reason == f"spills {outcome.resources.spills} bytes of registers per thread"
+    assert outcome.resources.spills > candidate.kernel.tolerable_spills
+
+
+def test_a_hopper_binary_whose_products_wait_for_each_other_is_refused(monkeypatch):
+    problem, candidate = hopper(64)
+    assert compiled(problem, candidate).status is TrialStatus.ok
+    code = "ptxas serializes the products: (C7512) so"
+    monkeypatch.setattr("autoflash.tuning.worker.why_serialized", lambda compiled: code)
+    outcome = compiled(problem, candidate)
+    assert (outcome.status, outcome.reason) == (TrialStatus.out_of_resources, code)
+
+
 # --- with recorded compilations
+
+
+def test_a_few_spills_of_a_hopper_binary_only_cost_it_rank(lab):
+    problem, candidate = hopper(256)
+    runner = RecordedRunner(H100, lab.versions, [])
+    times = []
+    for spills in (0, 8, 64, 72):
+        resources = Resources(shared_bytes=197_000, registers=168, spills=spills)
+        outcome = Outcome(status=TrialStatus.ok, resources=resources)
+        times.append(predict(problem, runner, candidate, outcome).predicted_ms)
+    *ranked, refused = times
+    assert ranked == sorted(set(ranked))
+    assert refused is None
+    assert ranked[0] == candidate.kernel.estimate_ms(problem, candidate.config, H100, 1)
 
 
 def test_a_prediction_is_the_models_time_for_the_real_resources(lab):

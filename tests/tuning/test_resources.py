@@ -1,13 +1,14 @@
 """What a binary needs, read from cubins and AMD assembly; how many of it an SM holds."""
 
 import dataclasses
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from autoflash.errors import CompileError
 from autoflash.target import named_target
-from autoflash.tuning.resources import Resources, resources_of
+from autoflash.tuning.resources import Resources, resources_of, why_serialized
 
 A100, H100, MI300X = map(named_target, ("a100", "h100", "mi300x"))
 
@@ -158,3 +159,67 @@ def test_cuobjdump_that_is_missing(monkeypatch):
 def test_resources_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         need().spills = 1
+
+
+# --- what ptxas has against asynchronous products
+
+
+def assembled(monkeypatch, log, seen=None):
+    def run(command, **options):
+        if seen is not None:
+            with open(command[3], encoding="utf-8") as file:  # noqa: PTH123
+                seen.append((command, options["timeout"], file.read()))
+        return SimpleNamespace(stdout="", stderr=log)
+
+    monkeypatch.setattr("autoflash.tuning.resources.subprocess.run", run)
+    return why_serialized(SimpleNamespace(asm={"ptx": ".version 8.7"}))
+
+
+WGMMA = "wgmma.mma_async instructions are serialized due to"
+
+
+@pytest.mark.parametrize("code", ["C7510", "C7512", "C7513", "C7514", "C7515", "C7518"])
+def test_serialized_products_are_named(monkeypatch, code):
+    seen = []
+    log = (
+        "ptxas info    : 0 bytes gmem\n"
+        f"ptxas info    : ({code}) Potential Performance Loss: {WGMMA} something in 'f'\n"
+        "ptxas info    : Used 168 registers\n"
+    )
+    reason = assembled(monkeypatch, log, seen)
+    assert reason.startswith(f"ptxas serializes the products: ({code}) Potential Performance Loss")
+    assert "\n" not in reason
+    ((command, limit, text),) = seen
+    assert command[0].split("/")[-1].startswith("ptxas")
+    assert "--gpu-name=sm_90a" in command
+    assert limit <= 30
+    assert text == ".version 8.7"
+
+
+@pytest.mark.parametrize(
+    "log", ["ptxas info    : Used 168 registers\n", "ptxas info    : (C7508) something else\n", ""]
+)
+def test_products_that_are_not_serialized(monkeypatch, log):
+    assert assembled(monkeypatch, log) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FileNotFoundError("ptxas"), subprocess.TimeoutExpired("ptxas", 20),
+     subprocess.CalledProcessError(255, "ptxas")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_a_ptxas_that_fails_is_a_compile_error(monkeypatch, error):
+    def run(*args, **options):
+        raise error
+
+    monkeypatch.setattr("autoflash.tuning.resources.subprocess.run", run)
+    with pytest.raises(CompileError, match=r"^ptxas could not assemble once more: "):
+        why_serialized(SimpleNamespace(asm={"ptx": ""}))
+
+
+def test_spills_up_to_what_is_tolerable():
+    assert need(spills=0).why_spilled(0) is None
+    assert need(spills=64).why_spilled(64) is None
+    assert need(spills=72).why_spilled(64) == "spills 72 bytes of registers per thread"
+    assert need(spills=1).why_spilled(0) == "spills 1 bytes of registers per thread"
