@@ -70,12 +70,14 @@ class Constraint:
     """A predicate that returns why a config can't or shouldn't run, or None if it may.
 
     ``reads`` names the Params that it looks at, if it can: then it may be asked about a config that
-    has no more than these, and rejects all that share them at once.
+    has no more than these, and rejects all that share them at once. ``advice``: what it rejects
+    would run, and is only not worth trying; a record of a neighbouring problem may still be used.
     """
 
     name: str
     why_not: Callable[[Config, Problem, Target], str | None]
     reads: tuple[str, ...] | None = None
+    advice: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +109,14 @@ class SearchSpace:
                 )
         return Config(**values)
 
-    def why_not(self, config: Config, problem: Problem, target: Target) -> str | None:
-        """The first constraint's reason against ``config``, or None."""
+    def why_not(
+        self, config: Config, problem: Problem, target: Target, *, advice: bool = True
+    ) -> str | None:
+        """The first constraint's reason against ``config``, or None; without ``advice``, only why it
+        can't run."""
         for constraint in self.constraints:
+            if constraint.advice and not advice:
+                continue
             reason = constraint.why_not(config, problem, target)
             if reason is not None:
                 return f"{constraint.name}: {reason}"

@@ -55,9 +55,9 @@ _HOPPER_CONFIG = Config(
     Q_IN_REGISTERS=False,
     SCHEDULE="persistent",
     GROUP_MB=32,
-    OVERLAP_TILES=False,
     STAGING="own",
-    PING_PONG=False,
+    PV_WAIT="middle",
+    PING_PONG="none",
     LOADER_REGISTERS=24,
     EXP2_BY_FMA=0,
     RESCALE_ABOVE=8,
@@ -85,10 +85,10 @@ CASES: Cases = (
 
 HOPPER_CASES: Cases = (
     (_problem("bfloat16", 128, 128, causal=False), {}),
-    (_problem("bfloat16", 128, 128, causal=True), {"SCHEDULE": "dynamic", "GROUP_MB": 128}),
+    (_problem("bfloat16", 128, 128, causal=True), {"SCHEDULE": "dynamic", "GROUP_MB": 64}),
     (
         _problem("float16", 64, 64, causal=False),
-        {"CONSUMERS": 3, "STAGES": 3, "OVERLAP": False, "SCHEDULE": "grid", "EXP2_BY_FMA": 8},
+        {"CONSUMERS": 3, "STAGES": 3, "PING_PONG": "done", "SCHEDULE": "grid", "EXP2_BY_FMA": 8},
     ),
     (
         _problem("float16", 72, 40, causal=True),

@@ -10,10 +10,10 @@ from typing import Any
 
 from autoflash.kernels import flash_fwd_ws_model as model
 from autoflash.kernels.flash_fwd_ws_space import (
+    GROUP_SIZES,
     PERSISTENT,
     ROWS,
     SPACE,
-    TAKES_OVERLAP_TILES,
     block_d,
     block_dv,
     consumer_registers,
@@ -114,7 +114,6 @@ class FlashFwdWs(Kernel):
         return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
 
     def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:
-        overlap_tiles = {"OVERLAP_TILES": config["OVERLAP_TILES"]} if TAKES_OVERLAP_TILES else {}
         return {
             "CONSUMERS": config["CONSUMERS"],
             "BLOCK_N": config["BLOCK_N"],
@@ -125,7 +124,7 @@ class FlashFwdWs(Kernel):
             "PACK_HEADS": config["PACK_HEADS"],
             "CAUSAL": problem.causal,
             "OVERLAP": config["OVERLAP"],
-            **overlap_tiles,
+            "PV_WAIT": config["PV_WAIT"],
             "PING_PONG": config["PING_PONG"],
             "Q_IN_REGISTERS": config["Q_IN_REGISTERS"],
             "STAGING": config["STAGING"],
@@ -182,6 +181,7 @@ class FlashFwdWs(Kernel):
         shared = ", ".join(f"{name} {size / 1024:g} KiB" for name, size in parts.items())
         rows = f"{ROWS} rows" if packed == 1 else f"{ROWS // packed} rows of {packed} heads"
         order = "overlapped with the next scores" if config["OVERLAP"] else "one after the other"
+        order += ", consumers in turns" if config["PING_PONG"] != "none" else ""
         staging = {
             "own": "through a place of its own",
             "query": "through q's place",
@@ -229,57 +229,47 @@ _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
     {},
     {"STAGES": 2},
     {"STAGING": "direct"},
-    {"CONSUMERS": 2, "OVERLAP": True, "Q_IN_REGISTERS": False, "STAGING": "own"},
+    {"CONSUMERS": 2, "Q_IN_REGISTERS": False, "PING_PONG": "none", "STAGING": "own"},
     {"SCHEDULE": "grid"},
     {"RESCALE_ABOVE": 0},
     {"BLOCK_N": 64},
-    {"OVERLAP": False},
+    {"PV_WAIT": "end"},
     {"STAGING": "direct"},
 )
 
-# Measured on an H200 with 16384 tokens (docs/flash_fwd_ws.md), by padded head dim.
+# Measured on an H200 with 16384 tokens (docs/hopper-forward.md), by padded head dim.
 _HOPPER: dict[int, dict[str, Any]] = {
-    64: {"BLOCK_N": 128, "STAGES": 3, "STAGING": "own", "Q_IN_REGISTERS": True},
-    128: {"BLOCK_N": 128, "STAGES": 2, "STAGING": "own", "Q_IN_REGISTERS": False},
-    256: {"BLOCK_N": 64, "STAGES": 2, "STAGING": "query", "Q_IN_REGISTERS": False},
+    64: {"CONSUMERS": 3, "BLOCK_N": 128, "STAGES": 3, "STAGING": "own", "PING_PONG": "done"},
+    128: {"CONSUMERS": 2, "BLOCK_N": 128, "STAGES": 2, "STAGING": "own", "PING_PONG": "none"},
+    256: {"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 2, "STAGING": "query", "PING_PONG": "none"},
 }
-# From so many visible keys on, three consumers that don't overlap beat two that do, at 64.
-_MANY_KEYS = 4096
+# Up to so many rows the diagonal costs tiles of 192 rows more than they gain, at 64.
+_FEW_ROWS = 2048
 
 
 def _preferred(problem: Problem) -> dict[str, Any]:
     """What defaults() starts from."""
     wide = max(block_d(problem), block_dv(problem))
     values = {
-        "CONSUMERS": 2,
         "OVERLAP": True,
-        "OVERLAP_TILES": False,
-        "PING_PONG": False,
+        "PV_WAIT": "middle",
+        "Q_IN_REGISTERS": False,
         "EXP2_BY_FMA": 0,
         "RESCALE_ABOVE": 8,
         "LOADER_REGISTERS": 24,
-        "SCHEDULE": "dynamic" if problem.causal else "persistent",
-        "GROUP_MB": _group_mb(problem),
+        "SCHEDULE": "dynamic",
+        "GROUP_MB": 16,
         "PACK_HEADS": 1,
         **_HOPPER[wide],
     }
-    visible = problem.visible_pairs // max(1, problem.seqlen_q)
+    if wide == 64 and problem.causal and problem.seqlen_q <= _FEW_ROWS:
+        values |= {"CONSUMERS": 2, "PING_PONG": "none", "Q_IN_REGISTERS": True}
     if problem.seqlen_q < 2 * ROWS:
         # Few rows fill a tile better side by side.
         values["PACK_HEADS"] = max(p for p in (1, 2, 4, 8) if problem.group % p == 0)
-    elif wide == 64 and visible >= _MANY_KEYS:
-        values |= {"CONSUMERS": 3, "OVERLAP": False, "Q_IN_REGISTERS": False}
     if block_d(problem) != block_dv(problem) and values["STAGING"] == "query":
         values["STAGING"] = "own"
     return values
-
-
-def _group_mb(problem: Problem) -> int:
-    """Causal tiles want many heads side by side, as far as the keys of short ones stay in L2."""
-    pair = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * 2
-    if not problem.causal or pair < 4 << 20:
-        return 32
-    return 64 if pair < 8 << 20 else 128
 
 
 def _fitted(values: dict[str, Any], problem: Problem, target: Target) -> Config | None:
@@ -292,7 +282,7 @@ def _fitted(values: dict[str, Any], problem: Problem, target: Target) -> Config 
         fitted |= {"SCHEDULE": "grid"}
         fitted["STAGES"] = min(fitted["STAGES"], max(2, -(-problem.seqlen_k // fitted["BLOCK_N"])))
     # The smallest of the sizes that group the same heads.
-    sizes = [s for s in (16, 32, 64, 128) if s <= values["GROUP_MB"]]
+    sizes = [s for s in GROUP_SIZES if s <= values["GROUP_MB"]]
     for size in sizes:
         for staging in (values["STAGING"], "own", "query", "direct"):
             config = Config(**{**fitted, "GROUP_MB": size, "STAGING": staging})

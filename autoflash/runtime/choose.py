@@ -114,7 +114,8 @@ def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Cho
     reason = (
         f"{kernel.name} can't load tensors that are not aligned for TMA"
         if config is None
-        else kernel.space.why_not(config, problem, target) or kernel.serves(problem, target)
+        else kernel.space.why_not(config, problem, target, advice=False)
+        or kernel.serves(problem, target)
     )
     if config is None or reason is not None:
         logger.info("record of %s doesn't fit %s: %s", bucket.label(), problem.label(), reason)

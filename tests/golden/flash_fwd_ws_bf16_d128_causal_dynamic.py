@@ -115,9 +115,12 @@ def exp2(x, BY_FMA: gl.constexpr):
 
 
 @gluon.jit
-def tile_coords(tile, seqlen_q, n_heads, group_heads, ROWS: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    # Heads go in groups whose keys and values stay in L2 together; inside a group the heads of one
-    # row block run side by side, and with a causal mask the longest row blocks start first.
+def tile_coords(
+    tile, seqlen_q, heads, n_heads, group_heads, ROWS: gl.constexpr, LONGEST_FIRST: gl.constexpr
+):
+    # First row, batch and head of a tile. Heads go in groups whose keys and values stay in L2
+    # together; inside a group the heads of one row block run side by side, and with a causal mask
+    # the longest row blocks start first.
     n_rows = gl.cdiv(seqlen_q, ROWS)
     group = tile // (n_rows * group_heads)
     first = group * group_heads
@@ -127,7 +130,7 @@ def tile_coords(tile, seqlen_q, n_heads, group_heads, ROWS: gl.constexpr, LONGES
     head = first + rest % size
     if LONGEST_FIRST:
         row = n_rows - 1 - row
-    return row * ROWS, head
+    return row * ROWS, head // heads, head % heads
 
 
 @gluon.jit
@@ -187,6 +190,30 @@ def take(slot):
 
 
 @gluon.jit
+def tell(mail, mail_full, mail_empty, turn, more, row, batch, head):
+    # The loader tells the consumers their turn-th tile, or that there is none; two are in the mail.
+    at = turn % 2
+    mbarrier.wait(mail_empty.index(at), ((turn // 2) & 1) ^ 1)
+    put(mail.index(4 * at), more.to(gl.int32))
+    put(mail.index(4 * at + 1), row)
+    put(mail.index(4 * at + 2), batch)
+    put(mail.index(4 * at + 3), head)
+    mbarrier.arrive(mail_full.index(at))
+
+
+@gluon.jit
+def hear(mail, mail_full, mail_empty, turn):
+    at = turn % 2
+    mbarrier.wait(mail_full.index(at), (turn // 2) & 1)
+    more = take(mail.index(4 * at))
+    row = take(mail.index(4 * at + 1))
+    batch = take(mail.index(4 * at + 2))
+    head = take(mail.index(4 * at + 3))
+    mbarrier.arrive(mail_empty.index(at))
+    return more, row, batch, head
+
+
+@gluon.jit
 def rescale(acc, alpha):
     # acc * alpha, skipped by the warps whose alphas are all one.
     return gl.inline_asm_elementwise(
@@ -238,12 +265,47 @@ def rescale(acc, alpha):
 
 
 @gluon.jit
+def mask_scores(s, limit, start):
+    # s of the keys from `start` on, -inf where row i doesn't see key j: it does when
+    # 0 <= j < limit[i]. A column is 8 a + 2 t + e, where t is the thread of four that holds it: so
+    # written, a and e are constants and one comparison with a constant is left for each score.
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eight = expand(gl.arange(0, s.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
+    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
+    column = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
+    room = expand(gl.convert_layout(limit, BY_ROW), 1, 2, 3) - start - thread
+    parts = gl.where(column < room, parts, float("-inf"))
+    if start < 0:
+        parts = gl.where(column >= -start - thread, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
+def expand(x, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, A), B), C)
+
+
+@gluon.jit
 def row_max(s):
     # In four chains at a time: one alone is all latency.
     parts = s.reshape([s.shape[0], 4, s.shape[1] // 32, 4, 2])
     return gl.convert_layout(
         gl.max(gl.max(gl.max(gl.max(parts, 4), 2), 1), 1), gl.SliceLayout(1, s.type.layout)
     )
+
+
+@gluon.jit
+def halves(s):
+    # The left and the right half of the columns, which are different registers.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1] // 2, 16])
+    left, right = gl.split(s.reshape([s.shape[0], 2, s.shape[1] // 2]).permute((0, 2, 1)))
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -306,48 +368,56 @@ counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
 ):
-    # The loader's part: one warp, which only starts copies.
+    # The loader's part: one warp, which starts copies and tells the consumers which tile is next.
     ROWS: gl.constexpr = 64 // PACK_HEADS
     programs = gl.num_programs(0)
     tile = gl.program_id(0)
     turn = 0
     block = 0
+    row, batch, head = tile_coords(tile, seqlen_q, heads // PACK_HEADS, n_heads, group_heads, CONSUMERS * ROWS, CAUSAL)
+    tell(mail, mail_full, mail_empty, turn, tile < n_tiles, row, batch, head)
     while tile < n_tiles:
-        # Claimed a tile ahead, so that the consumers never wait for the number.
-        following = programs + gl.atomic_add(counter, 1)
-        mbarrier.wait(mail_empty.index((turn + 1) % 2), ((turn // 2) & 1) ^ 1)
-        put(mail.index((turn + 1) % 2), following)
-        mbarrier.arrive(mail_full.index((turn + 1) % 2))
-        row, head = tile_coords(tile, seqlen_q, n_heads, group_heads, CONSUMERS * ROWS, CAUSAL)
-        batch = head // (heads // PACK_HEADS)
-        head = head % (heads // PACK_HEADS)
-        head_kv = head * PACK_HEADS // group
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), 64 * BLOCK_D * 2)
-            if PACK_HEADS == 1:
-                copy_in(q_desc, [batch, head, row + c * ROWS, 0], q_full.index(c), q_s.index(c))
-            else:
-                copy_in(q_desc, [batch, head, row + c * ROWS, 0, 0], q_full.index(c), q_s.index(c))
         end, blocks, front, masked = key_blocks(row, seqlen_q, seqlen_k, CONSUMERS * ROWS, BLOCK_N, CAUSAL)
+        head_kv = head * PACK_HEADS // group
         before = 0
+        next_row = row
+        next_batch = batch
+        next_head = head
         for i in range(blocks):
             stage = block % STAGES
             start = key_start(i, end, blocks, front, masked, BLOCK_N)
             mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2)
             copy_in(k_desc, [batch, head_kv, start, 0], k_full.index(stage), k_s.index(stage))
-            if i > 0:
+            if i == 0:
+                for c in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(c), 64 * BLOCK_D * 2)
+                    if PACK_HEADS == 1:
+                        copy_in(q_desc, [batch, head, row + c * ROWS, 0], q_full.index(c), q_s.index(c))
+                    else:
+                        copy_in(q_desc, [batch, head, row + c * ROWS, 0, 0], q_full.index(c), q_s.index(c))
+            else:
                 stage = (block - 1) % STAGES
                 mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
                 copy_in(v_desc, [batch, head_kv, before, 0], v_full.index(stage), v_s.index(stage))
+            if i == gl.maximum(blocks - 2, 0):
+                # Late, since a tile that waits in a busy program would end last; but early enough
+                # for the consumers to know the next tile when they come to the end of this one.
+                tile = programs + gl.atomic_add(counter, 1)
+                next_row, next_batch, next_head = tile_coords(
+                    tile, seqlen_q, heads // PACK_HEADS, n_heads, group_heads, CONSUMERS * ROWS, CAUSAL
+                )
+                tell(mail, mail_full, mail_empty, turn + 1, tile < n_tiles, next_row, next_batch, next_head)
             before = start
             block += 1
         mbarrier.wait(free.index(block % STAGES), ((block // STAGES) & 1) ^ 1)
         stage = (block - 1) % STAGES
         mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV * 2)
         copy_in(v_desc, [batch, head_kv, before, 0], v_full.index(stage), v_s.index(stage))
-        tile = following
+        row = next_row
+        batch = next_batch
+        head = next_head
         turn += 1
     # The last program to finish leaves the counter as it was found, for the next launch.
     finished = gl.atomic_add(counter + 1, 1)
@@ -357,18 +427,14 @@ counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
 
 
 @gluon.jit
-def softmax_step(
-    s, m_i, scale_log2, limit, start,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
+def exponents(
+    s, m_i, scale_log2, limit, start, MASKED: gl.constexpr, RESCALE_ABOVE: gl.constexpr
 ):
     # Online softmax in base 2 (FlashAttention, algorithm 1): m_i is the maximum of scale_log2 * s
-    # that p is relative to. Row i sees key j when 0 <= j < limit[i].
+    # that p is relative to. Returns log2 of p in two halves of columns, m_i and log2 of the factor
+    # by which it shrinks what came before.
     if MASKED:
-        keys = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
-        # As unsigned numbers, negative keys are beyond every limit: one comparison does.
-        seen = gl.expand_dims(keys.to(gl.uint32), 0) < gl.expand_dims(limit.to(gl.uint32), 1)
-        s = gl.where(seen, s, float("-inf"))
+        s = mask_scores(s, limit, start)
     m_new = gl.maximum(m_i, row_max(s) * scale_log2)
     if RESCALE_ABOVE > 0:
         # FlashAttention-4: a maximum that is a little old does no harm, p stays below 2^RESCALE_ABOVE.
@@ -377,18 +443,28 @@ def softmax_step(
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
         m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = exp2(s * scale_log2 - gl.expand_dims(m_use, 1), EXP2_BY_FMA)
-    return p, m_new, gl.exp2(m_i - m_use)
+    left, right = halves(s * scale_log2 - gl.expand_dims(m_use, 1))
+    return left, right, m_new, gl.exp2(m_i - m_use)
+
+
+@gluon.jit
+def products(left, right, v, acc, P_LAYOUT: gl.constexpr):
+    # Starts acc += p v, p in two packed halves.
+    KEYS: gl.constexpr = v.shape[0] // 2
+    left = operand(left, v.dtype, P_LAYOUT)
+    right = operand(right, v.dtype, P_LAYOUT)
+    acc = warpgroup_mma(left, v.slice(0, KEYS), acc, is_async=True)
+    acc = warpgroup_mma(right, v.slice(KEYS, KEYS), acc, is_async=True)
+    return acc, left, right
 
 
 @gluon.jit
 def step(
-    q, acc, packed, m_i, l_i, zero, limit, start, block, turns, turn,
+    q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, turn,
     k_s, v_s, k_full, v_full, free, scale_log2, c: gl.constexpr,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):
     # Scores and softmax of `block`, and P v of the block before.
     before = block - 1
@@ -396,45 +472,74 @@ def step(
     v_phase = (before // STAGES) & 1
     stage = block % STAGES
     phase = (block // STAGES) & 1
+    k = matrix(k_s.index(stage)).permute((1, 0))
+    v = matrix(v_s.index(v_stage))
     if not OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        p_op = operand(packed, k_s.dtype, P_LAYOUT)
-        acc = warpgroup_mma(p_op, matrix(v_s.index(v_stage)), acc, is_async=True)
-        acc, _p = warpgroup_mma_wait(0, deps=[acc, p_op])
     mbarrier.wait(k_full.index(stage), phase)
-    if PING_PONG:
+    if PING_PONG != "none":
         # The consumers take turns at the matrix unit; the first turn of consumer 0 is free.
         mbarrier.wait(turns.index(c), (turn & 1) ^ (c == 0))
-    s = warpgroup_mma(q, matrix(k_s.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not OVERLAP:
+        acc, p_left, p_right = products(left, right, v, acc, P_LAYOUT)
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        p_op = operand(packed, k_s.dtype, P_LAYOUT)
-        acc = warpgroup_mma(p_op, matrix(v_s.index(v_stage)), acc, is_async=True)
-    if PING_PONG:
+        acc, p_left, p_right = products(left, right, v, acc, P_LAYOUT)
+    if PING_PONG == "issued":
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
-    PENDING: gl.constexpr = 1 if OVERLAP else 0
-    if Q_IN_REGISTERS:
-        s, _q = warpgroup_mma_wait(PENDING, deps=[s, q])
+    if OVERLAP:
+        if Q_IN_REGISTERS:
+            s, _q = warpgroup_mma_wait(2, deps=[s, q])
+        else:
+            s = warpgroup_mma_wait(2, deps=[s])
+    elif Q_IN_REGISTERS:
+        s, acc, _l, _r, _q = warpgroup_mma_wait(0, deps=[s, acc, p_left, p_right, q])
     else:
-        s = warpgroup_mma_wait(PENDING, deps=[s])
+        s, acc, _l, _r = warpgroup_mma_wait(0, deps=[s, acc, p_left, p_right])
+    if PING_PONG == "done":
+        mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
     if not OVERLAP:
         mbarrier.arrive(free.index(stage))
-    p, m_i, alpha = softmax_step(
-        s, m_i, scale_log2, limit, start, BLOCK_N, MASKED, EXP2_BY_FMA, RESCALE_ABOVE, S_LAYOUT
-    )
+    left, right, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, MASKED, RESCALE_ABOVE)
     PART_ROWS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
-    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, PART_ROWS), 1) + partial_sums(p)
-    if OVERLAP:
+    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, PART_ROWS), 1)
+    left = exp2(left, EXP2_BY_FMA)
+    l_i += partial_sums(left)
+    # ptxas serialises products whose operands are made while one is pending, so the packing has to
+    # come after the wait. In the middle, it mixes with the other half's exponentials.
+    if OVERLAP and PV_WAIT == "middle":
         l_i = computed(l_i)
-        acc, _p = warpgroup_mma_wait(0, deps=[acc, p_op])
+        acc, _l, _r = warpgroup_mma_wait(0, deps=[acc, p_left, p_right])
         mbarrier.arrive(free.index(stage))
+        left = pack(left, k_s.dtype)
+    right = exp2(right, EXP2_BY_FMA)
+    l_i += partial_sums(right)
+    if OVERLAP and PV_WAIT == "end":
+        l_i = computed(l_i)
+        acc, _l, _r = warpgroup_mma_wait(0, deps=[acc, p_left, p_right])
+        mbarrier.arrive(free.index(stage))
+    if not OVERLAP or PV_WAIT == "end":
+        left = pack(left, k_s.dtype)
+    right = pack(right, k_s.dtype)
     alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
     if RESCALE_ABOVE > 0:
         acc = rescale(acc, alpha)
     else:
         acc = acc * alpha
-    # Not earlier: ptxas serialises the products if their operand is made while one is pending.
-    return acc, pack(p, k_s.dtype), m_i, l_i
+    return acc, left, right, m_i, l_i
+
+
+@gluon.jit
+def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
+    # For each of 64 rows the first key that it doesn't see.
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    limit = gl.full([64], seqlen_k, gl.int32, ROWS)
+    if CAUSAL:
+        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
+        position = row + gl.arange(0, 64, ROWS) // PACK_HEADS
+        limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
+    return limit
 
 
 @gluon.jit
@@ -444,94 +549,86 @@ def consume(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, STAGING: gl.constexpr,
-    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
     # The part of consumer c: 64 rows of each tile.
     ROWS: gl.constexpr = 64 // PACK_HEADS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    O_COLS: gl.constexpr = gl.SliceLayout(0, O_LAYOUT)
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    local = gl.arange(0, 64, S_ROWS)
-    programs = gl.num_programs(0)
-    tile = gl.program_id(0)
     turn = 0
     block = 0
     steps = 0
-    while tile < n_tiles:
-        row, head = tile_coords(tile, seqlen_q, n_heads, group_heads, CONSUMERS * ROWS, CAUSAL)
-        batch = head // (heads // PACK_HEADS)
-        head = head % (heads // PACK_HEADS)
+    more, row, batch, head = hear(mail, mail_full, mail_empty, turn)
+    while more != 0:
+        limit = key_limits(row + c * ROWS, seqlen_q, seqlen_k, PACK_HEADS, CAUSAL, S_LAYOUT)
         end, blocks, front, masked = key_blocks(row, seqlen_q, seqlen_k, CONSUMERS * ROWS, BLOCK_N, CAUSAL)
-        position = row + c * ROWS + local // PACK_HEADS
-        limit = gl.full([64], seqlen_k, gl.int32, S_ROWS)
-        if CAUSAL:
-            # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
-            limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
-
-        # The first block has nothing to overlap with.
-        acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         mbarrier.wait(q_full.index(c), turn & 1)
         q = matrix(q_s.index(c))
         if Q_IN_REGISTERS:
-            q = q.load(Q_LAYOUT)
+            q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.arrive(q_empty.index(c))
-        mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1)
-        s = warpgroup_mma(q, matrix(k_s.index(block % STAGES)).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+        # The first block has nothing to overlap with, and always takes the mask.
+        stage = block % STAGES
+        mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
+        s = warpgroup_mma(q, matrix(k_s.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
         if Q_IN_REGISTERS:
             s, _q = warpgroup_mma_wait(0, deps=[s, q])
         else:
             s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(free.index(block % STAGES))
-        start = key_start(0, end, blocks, front, masked, BLOCK_N)
+        mbarrier.arrive(free.index(stage))
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-        p, m_i, alpha = softmax_step(
-            s, m_i, scale_log2, limit, start, BLOCK_N, True, EXP2_BY_FMA, RESCALE_ABOVE, S_LAYOUT
-        )
-        l_i = partial_sums(p)
-        packed = pack(p, k_s.dtype)
+        start = key_start(0, end, blocks, front, masked, BLOCK_N)
+        left, right, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, True, RESCALE_ABOVE)
+        left = exp2(left, EXP2_BY_FMA)
+        right = exp2(right, EXP2_BY_FMA)
+        l_i = partial_sums(left) + partial_sums(right)
+        left = pack(left, k_s.dtype)
+        right = pack(right, k_s.dtype)
+        acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         block += 1
 
         for i in range(1, masked):
             start = key_start(i, end, blocks, front, masked, BLOCK_N)
-            acc, packed, m_i, l_i = step(
-                q, acc, packed, m_i, l_i, zero, limit, start, block, turns, steps,
+            acc, left, right, m_i, l_i = step(
+                q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
-                CONSUMERS, BLOCK_N, STAGES, True, OVERLAP, PING_PONG, Q_IN_REGISTERS,
-                EXP2_BY_FMA, RESCALE_ABOVE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                CONSUMERS, STAGES, True, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
+                EXP2_BY_FMA, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
             steps += 1
         for _i in range(gl.maximum(masked, 1), blocks):
-            acc, packed, m_i, l_i = step(
-                q, acc, packed, m_i, l_i, zero, limit, 0, block, turns, steps,
+            acc, left, right, m_i, l_i = step(
+                q, acc, left, right, m_i, l_i, zero, limit, 0, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
-                CONSUMERS, BLOCK_N, STAGES, False, OVERLAP, PING_PONG, Q_IN_REGISTERS,
-                EXP2_BY_FMA, RESCALE_ABOVE, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                CONSUMERS, STAGES, False, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
+                EXP2_BY_FMA, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
             steps += 1
-
         if STAGING != "query" and not Q_IN_REGISTERS:
             mbarrier.arrive(q_empty.index(c))
+
         v_stage = (block - 1) % STAGES
         mbarrier.wait(v_full.index(v_stage), ((block - 1) // STAGES) & 1)
-        p_op = operand(packed, k_s.dtype, P_LAYOUT)
-        acc = warpgroup_mma(p_op, matrix(v_s.index(v_stage)), acc, is_async=True)
+        acc, p_left, p_right = products(left, right, matrix(v_s.index(v_stage)), acc, P_LAYOUT)
         # A row that saw no key has m = -inf: out = 0 and lse = -inf.
         empty = m_i == float("-inf")
         l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
         inverse = gl.where(empty, 0.0, 1.0 / l_i)
         lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i)) * LN_2)
+        local = gl.arange(0, 64, S_ROWS)
+        position = row + c * ROWS + local // PACK_HEADS
         lse_head = (batch * heads + head * PACK_HEADS + local % PACK_HEADS).to(gl.int64)
         # Without write_lse the pointer may be null.
         gl.store(lse_ptr + lse_head * seqlen_q + position, lse, mask=(position < seqlen_q) & (write_lse != 0))
-        acc, _p = warpgroup_mma_wait(0, deps=[acc, p_op])
+        acc, _l, _r = warpgroup_mma_wait(0, deps=[acc, p_left, p_right])
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, O_ROWS), 1)
         tma.store_wait(0)
         matrix(out_s.index(c)).store(acc.to(k_s.dtype))
@@ -544,9 +641,7 @@ def consume(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(c))
         turn += 1
-        mbarrier.wait(mail_full.index(turn % 2), ((turn - 1) // 2) & 1)
-        tile = take(mail.index(turn % 2))
-        mbarrier.arrive(mail_empty.index(turn % 2))
+        more, row, batch, head = hear(mail, mail_full, mail_empty, turn)
     tma.store_wait(0)
 
 
@@ -557,15 +652,15 @@ def consume_0(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, STAGING: gl.constexpr,
-    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
     consume(
         0, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-        OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+        OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
 
@@ -576,15 +671,15 @@ def consume_1(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, STAGING: gl.constexpr,
-    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
     consume(
         1, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-        OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+        OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
 
@@ -595,15 +690,15 @@ def consume_2(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, STAGING: gl.constexpr,
-    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
     consume(
         2, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-        OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+        OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
 
@@ -613,8 +708,8 @@ def flash_fwd_ws(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, STAGING: gl.constexpr,
-    EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q [batch, heads, seqlen_q, head_dim], k [batch, heads // group, seqlen_k, head_dim],
@@ -638,7 +733,7 @@ def flash_fwd_ws(
     free = barriers(STAGES, CONSUMERS)
     mail_full = barriers(2, 1)
     mail_empty = barriers(2, CONSUMERS)
-    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -647,14 +742,14 @@ def flash_fwd_ws(
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-                OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-                OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
@@ -669,21 +764,21 @@ counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-                OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-                OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_2, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
-                OVERLAP, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
@@ -702,7 +797,8 @@ CONSTEXPRS = {'CONSUMERS': 2,
  'PACK_HEADS': 1,
  'CAUSAL': True,
  'OVERLAP': True,
- 'PING_PONG': False,
+ 'PV_WAIT': 'middle',
+ 'PING_PONG': 'none',
  'Q_IN_REGISTERS': False,
  'STAGING': 'own',
  'EXP2_BY_FMA': 0,
@@ -721,7 +817,7 @@ PROBLEM = {'batch': 4,
  'causal': True,
  'op': 'fwd'}
 SCHEDULE = "dynamic"
-GROUP_MB = 128
+GROUP_MB = 64
 
 
 def grid(n_tiles):
