@@ -112,8 +112,8 @@ class SearchSpace:
     def why_not(
         self, config: Config, problem: Problem, target: Target, *, advice: bool = True
     ) -> str | None:
-        """The first constraint's reason against ``config``, or None; without ``advice``, only why it
-        can't run."""
+        """The first constraint's reason against ``config``, or None; without ``advice``, only a
+        reason why it can't run."""
         for constraint in self.constraints:
             if constraint.advice and not advice:
                 continue
