@@ -84,8 +84,9 @@ class FlashFwdWs(Kernel):
     language = "gluon"
     op = "fwd"
     space = SPACE
-    # A few row statistics around the loops: measured, they cost nothing.
-    tolerable_spills = 64
+    # What Triton 3.9 spills of the masked loop at 256 (3.7: 8). Spills that slow the main loop make
+    # ptxas serialize the products, which is looked for by itself.
+    tolerable_spills = 128
 
     def serves(self, problem: Problem, target: Target) -> str | None:
         reason = why_not_served(problem, target)

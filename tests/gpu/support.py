@@ -2,18 +2,59 @@
 
 import math
 import os
+import random
 import zlib
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
 import autoflash
+from autoflash.kernels import KERNELS
+from autoflash.kernels.kernel import Access
+from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
+from autoflash.runtime.choose import Choice, choose
+from autoflash.space import Config
+from autoflash.target import Target, current_target
 
 
 def run_seed() -> int:
     """A seed that differs from run to run, but not between the processes of one run."""
     return zlib.crc32(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())).encode())
+
+
+def any_config_of(name: str) -> Callable[[Problem, Target, Access], Choice]:
+    """A stand-in for ``choose``: a config of the kernel's space, drawn by problem and seed.
+
+    Skips the test where the kernel serves nothing of it.
+    """
+    kernel = KERNELS[name]
+    print(f"seed {run_seed()}")
+
+    def draw(problem: Problem, target: Target, access: Access) -> Choice:
+        reason = kernel.serves(problem, target)
+        if reason is None:
+            lot = random.Random(f"{run_seed()} {problem.label()}")
+            config = kernel.adapt(lot.choice(kernel.space.configs(problem, target)), access)
+            if config is not None:
+                print(f"{problem.label()}: {config}")
+                return Choice(kernel=kernel, config=config, how="default", layer="test", why="")
+        if target.capability != 90 and name == "flash_fwd_ws":
+            pytest.skip(str(reason))
+        return choose(problem, target, access)
+
+    return draw
+
+
+def hopper_config(problem: Problem, **changes: bool | int | str) -> Config:
+    """flash_fwd_ws's default with changes; skips the test on other GPUs."""
+    kernel, target = KERNELS["flash_fwd_ws"], current_target()
+    reason = kernel.serves(problem, target)
+    if reason is not None:
+        pytest.skip(reason)
+    return Config(**{**kernel.default(problem, target), **changes})
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

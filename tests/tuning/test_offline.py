@@ -142,7 +142,7 @@ def test_a_few_spills_of_a_hopper_binary_only_cost_it_rank(lab):
     problem, candidate = hopper(256)
     runner = RecordedRunner(H100, lab.versions, [])
     times = []
-    for spills in (0, 8, 64, 72):
+    for spills in (0, 8, 128, 136):
         resources = Resources(shared_bytes=197_000, registers=168, spills=spills)
         outcome = Outcome(status=TrialStatus.ok, resources=resources)
         times.append(predict(problem, runner, candidate, outcome).predicted_ms)
