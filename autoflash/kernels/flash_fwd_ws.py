@@ -233,7 +233,6 @@ _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
     {"CONSUMERS": 2, "Q_IN_REGISTERS": False, "PING_PONG": "none", "STAGING": "own"},
     {"SCHEDULE": "grid"},
     {"RESCALE_ABOVE": 0},
-    {"BLOCK_N": 64},
     {"PV_WAIT": "end"},
     {"STAGING": "direct"},
 )

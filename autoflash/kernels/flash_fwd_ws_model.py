@@ -30,31 +30,31 @@ _LANES = 128
 class Factors:
     """What the fit found."""
 
-    matrix: float = 0.85  # over the plain count at the nominal clock
-    elementwise: float = 9.2  # operations per score beside its exponential
-    row: float = 4.6  # cycles per row and step: maxima, sums
+    matrix: float = 0.87  # over the plain count at the nominal clock
+    elementwise: float = 8.1  # operations per score beside its exponential
+    row: float = 5.0  # cycles per row and step: maxima, sums
     rescale: float = 2.5  # per number of the accumulator, where every step rescales
-    step: float = 195.0  # cycles per step: barriers, the first instruction's latency
+    step: float = 213.0  # cycles per step: barriers, the first instruction's latency
     # Share of the softmax that the matrix unit waits for: 2 or 3 consumers, overlapping or not.
-    open_2: float = 0.375
-    open_2_serial: float = 0.45
-    open_3: float = 0.31
-    open_3_serial: float = 0.3
-    q_registers: float = 0.015  # at 64 two consumers gain this
+    open_2: float = 0.363
+    open_2_serial: float = 0.46
+    open_3: float = 0.304
+    open_3_serial: float = 0.306
+    q_registers: float = 0.02  # at 64 two consumers gain this
     # What waiting for P v in the middle of a softmax and taking turns gain, with 2 and 3 consumers;
     # the former with 2 consumers above 64 alone.
-    middle_2: float = 0.02
+    middle_2: float = 0.03
     middle_3: float = 0.03
-    turns_2: float = -0.004
+    turns_2: float = -0.01
     turns_3: float = 0.01
-    shallow: float = 0.05  # what a ring of 2 costs 3 consumers
+    shallow: float = 0.06  # what a ring of 2 costs 3 consumers
     by_fma: float = 0.12
-    tile_row: float = 10.4  # cycles to start and end a tile, for each of its rows
-    launch: float = 2300.0  # cycles to start a program
-    start: float = 6300.0  # cycles to start the first
-    staged: float = 2.6  # bytes of out, over 32 a cycle, if it can't wait in a place of its own
-    masked: float = 0.38  # scores of the blocks on the diagonal, over 16 a cycle
-    tail: float = 0.17  # of the mean tile, per tile of a group that a program gets
+    tile_row: float = 7.8  # cycles to start and end a tile, for each of its rows
+    launch: float = 2100.0  # cycles to start a program
+    start: float = 11000.0  # cycles to start the first
+    staged: float = 2.4  # bytes of out, over 32 a cycle, if it can't wait in a place of its own
+    masked: float = 0.33  # scores of the blocks on the diagonal, over 16 a cycle
+    tail: float = 0.14  # of the mean tile, per tile of a group that a program gets
     idle: float = 0.003  # for each choice that gained nothing where it was measured
     missed: float = 1.3  # keys and values that a wave doesn't find in L2 again
 

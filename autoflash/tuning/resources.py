@@ -61,9 +61,7 @@ def why_serialized(compiled: Any) -> str | None:
     Such a binary is right, but waits for each product. Only ptxas's log tells, and Triton drops it:
     the PTX is assembled once more. Raises CompileError if that fails.
     """
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tool = get_ptxas(90).path
+    tool = _nvidia_tool("ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
@@ -78,6 +76,13 @@ def why_serialized(compiled: Any) -> str | None:
     return None if found is None else f"ptxas serializes the products: {found[0]}"[:300]
 
 
+def _nvidia_tool(name: str) -> str:
+    """The path of a tool that ships with Triton."""
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
 def resources_of(compiled: Any) -> Resources:
     """The Resources of a triton CompiledKernel. Raises CompileError if its tools can't say."""
     shared = int(compiled.metadata.shared)
@@ -89,15 +94,13 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def _from_cubin(cubin: bytes) -> tuple[int, int]:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = _nvidia_tool("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         try:
             result = subprocess.run(
-                [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True,
+                [tool, "-res-usage", file.name], capture_output=True, text=True, check=True,
                 timeout=30,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:

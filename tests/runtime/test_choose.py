@@ -223,7 +223,7 @@ def test_when_no_kernel_can_load_the_tensors_the_reason_is_given(monkeypatch):
 
 
 def hopper_record(**changes):
-    config = HOPPER.space.parse({**HOPPER_DEFAULT, "PING_PONG": True, **changes})
+    config = HOPPER.space.parse({**HOPPER_DEFAULT, "PING_PONG": "done", **changes})
     return dataclasses.replace(record(), kernel=HOPPER.name, config=config)
 
 

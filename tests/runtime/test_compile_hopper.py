@@ -105,7 +105,7 @@ def test_the_sample_is_as_large_as_it_says():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"GROUP_MB": 128}, {"SCHEDULE": "grid"}], ids=lambda changes: next(iter(changes))
+    "changes", [{"GROUP_MB": 64}, {"SCHEDULE": "grid"}], ids=lambda changes: next(iter(changes))
 )
 def test_what_only_changes_the_launch_compiles_to_the_same_binary(changes):
     config = KERNEL.default(PROBLEM, H100)
