@@ -1,8 +1,8 @@
 """What each choice of each Param is worth: a Markdown table from a store's trials.
 
-usage: param_worth.py STORE.sqlite
+usage: param_worth.py STORE.sqlite [--kernel NAME]
 
-For every problem that was tuned: the best time with a choice over the best time of all. 1.00 means
+For every problem that was tuned: the best time with a choice over the kernel's best. 1.00 means
 that the choice is in the winner, 1.10 that one gives up 10 % by taking it. The table shows the
 geometric mean over the problems where the choice was tried, and the worst of them.
 """
@@ -21,13 +21,15 @@ from autoflash.store.store import Store
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("store", type=Path)
-    store = Store(parser.parse_args().store, read_only=True)
+    parser.add_argument("--kernel", choices=sorted(KERNELS), default="flash_fwd")
+    arguments = parser.parse_args()
+    store = Store(arguments.store, read_only=True)
     studies: dict[object, list[Trial]] = {}
     for record in store.records():
-        trials = store.trials(record.bucket, record.target)
-        studies[record.problem, record.target] = [
-            t for t in trials if t.problem == record.problem and t.measurement is not None
-        ]
+        trials = store.trials(record.bucket, record.target, arguments.kernel)
+        timed = [t for t in trials if t.problem == record.problem and t.measurement is not None]
+        if timed:
+            studies[record.problem, record.target] = timed
     worth: dict[tuple[str, str], list[float]] = defaultdict(list)
     for trials in studies.values():
         best = min(map(_ms, trials))
@@ -35,10 +37,10 @@ def main() -> None:
             for choice in {t.config[name] for t in trials}:
                 of_choice = min(_ms(t) for t in trials if t.config[name] == choice)
                 worth[name, str(choice)].append(of_choice / best)
-    timed = sum(map(len, studies.values()))
-    print(f"{len(studies)} problems, {timed} timed trials\n")
+    count = sum(map(len, studies.values()))
+    print(f"{len(studies)} problems, {count} timed trials of {arguments.kernel}\n")
     print("| Param | choice | mean | worst | problems |\n|---|---|---|---|---|")
-    for param in KERNELS[next(iter(studies.values()))[0].kernel].space.params:
+    for param in KERNELS[arguments.kernel].space.params:
         for choice in map(str, param.choices):
             if ratios := worth.get((param.name, choice)):
                 mean = math.exp(statistics.fmean(map(math.log, ratios)))

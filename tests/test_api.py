@@ -8,6 +8,7 @@ import torch
 
 import autoflash
 from autoflash import InvalidInputError, UnsupportedError, attention, explain
+from autoflash.api import Explanation
 from autoflash.reference import attention_forward
 
 
@@ -506,6 +507,15 @@ def test_explain_on_the_cpu(layout, nothing_runs):
     assert found.problem in text
     assert found.why in text
     assert found.tune in text
+
+
+def test_an_explanation_tells_the_pipeline_if_there_is_one():
+    fields = {"problem": "p", "target": "t", "kernel": "k", "config": {"A": 1}, "how": "default"}
+    fields |= {"layer": "kernel", "why": "w", "path": None, "tune": "autoflash tune"}
+    plain = str(Explanation(**fields))
+    assert plain.endswith("\n  tune: autoflash tune")
+    told = str(Explanation(**fields, pipeline=("1 warp loads", "2 compute")))
+    assert told == plain + "\n  pipeline:\n    1 warp loads\n    2 compute"
 
 
 def test_the_package_gives_what_it_names():

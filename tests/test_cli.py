@@ -16,6 +16,7 @@ from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.settings import settings
+from autoflash.space import Config
 from autoflash.store.record import Measurement, Provenance, TuningRecord
 from autoflash.store.shipped import all_shipped_records
 from autoflash.store.store import Store
@@ -434,6 +435,7 @@ def test_show_says_all_there_is(stored):
     for word in (
         "NVIDIA H200", "sm_90", "132 SMs", "0.5000 ms", "40 repeats by events", "measured",
         "2025-03-01", "host-a", one["path"], *(f"{k}={v}" for k, v in one["config"].items()),
+        "pipeline", *KERNEL.pipeline(Problem(**one["problem"]), Config(**one["config"])),
     ):  # fmt: skip
         assert squeezed(word) in text
 

@@ -119,7 +119,7 @@ class FullProblem:
         self.q, self.k, self.v = make_inputs(problem, device)
         self.out = output_like(self.q, self.v)
         self.lse = torch.empty(self.q.shape[:3], device=device)
-        self._case = self._last_rows()
+        self._parts = [part for share in (1.0, 0.5, 0.0) if (part := self._part(share))]
 
     def launch(self, launcher: Launcher) -> "Repeat":
         """The launch to be timed, with its arguments filled in."""
@@ -127,22 +127,35 @@ class FullProblem:
         return Repeat(bound, _addresses(self.q, self.k, self.v, self.out, self.lse))
 
     def why_wrong(self, launcher: Launcher) -> str | None:
-        """Runs once at full size and compares the last rows of the last head."""
+        """Runs once at full size and compares some rows at the end, in the middle, at the start."""
         self.out.fill_(math.nan)
         self.lse.fill_(math.nan)
         self.launch(launcher)()
         torch.cuda.synchronize()
         if bool(torch.isnan(self.out).any()):
             return "full size: out holds NaN"
-        rows = slice(-self._case.problem.seqlen_q, None)
-        return compare(self._case, self.out[-1:, -1:, rows], self.lse[-1:, -1:, rows])
+        reasons = (compare(case, self.out[at], self.lse[at]) for at, case in self._parts)
+        return next(filter(None, reasons), None)
 
-    def _last_rows(self) -> Case:
-        # The last rows of a bottom-right mask are again a bottom-right problem.
-        rows = min(_SLICE_ROWS, self.problem.seqlen_q)
-        part = replace(self.problem, batch=1, heads=1, kv_heads=1, seqlen_q=rows)
-        q = self.q[-1:, -1:, -rows:]
-        return make_case("full size", part, q, self.k[-1:, -1:], self.v[-1:, -1:])
+    def _part(self, share: float) -> "tuple[tuple[slice, slice, slice], Case] | None":
+        """Rows of one head, ``share`` of the way through the problem, and what is expected of them;
+        None if they see no key."""
+        p = self.problem
+        rows = min(_SLICE_ROWS, p.seqlen_q)
+        batch, head, first = (
+            round(share * most) for most in (p.batch - 1, p.heads - 1, p.seqlen_q - rows)
+        )
+        # Consecutive rows of a bottom-right mask are again a bottom-right problem, with the keys
+        # that the last of them sees.
+        keys = p.seqlen_k - (p.seqlen_q - first - rows) if p.causal else p.seqlen_k
+        if keys < 1:
+            return None
+        one = slice(batch, batch + 1)
+        heads, kv_heads = (slice(h, h + 1) for h in (head, head // p.group))
+        at = (one, heads, slice(first, first + rows))
+        part = replace(p, batch=1, heads=1, kv_heads=1, seqlen_q=rows, seqlen_k=keys)
+        k, v = (x[one, kv_heads, :keys] for x in (self.k, self.v))
+        return at, make_case("full size", part, self.q[at], k, v)
 
 
 class Repeat:

@@ -9,6 +9,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.runtime import dispatch
+from autoflash.runtime.choose import Choice
 from autoflash.target import named_target
 
 KERNEL = KERNELS["flash_fwd"]
@@ -57,3 +58,26 @@ def test_defaults_get_more_modest(tried):
     sizes = [c["BLOCK_M"] * c["BLOCK_N"] * c["num_stages"] for c in configs]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(configs)) == len(configs) > 2
+
+
+def test_when_a_kernel_does_not_build_at_all_the_next_one_serves(tried, caplog):
+    hopper, target = KERNELS["flash_fwd_ws"], named_target("h100")
+    problem = Problem.parse({"batch": 4, "heads": 16, "seqlen": 4096, "head_dim": 128})
+    own = hopper.defaults(problem, target)
+    # The first one is tried as the choice and again as a default.
+    tried.bad = 1 + len(own)
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        launcher = dispatch._launcher_for(problem, target, ALIGNED, 0)
+    assert [c.config for c in tried[:-1]] == [own[0], *own]
+    assert {c.kernel for c in tried[:-1]} == {hopper}
+    assert (launcher.kernel, launcher.config) == (KERNEL, KERNEL.default(problem, target))
+
+
+def test_a_record_that_does_not_build_falls_back_within_its_kernel_first(tried, monkeypatch):
+    target = named_target("h100")
+    problem = Problem.parse({"batch": 4, "heads": 16, "seqlen": 4096, "head_dim": 128})
+    config = KERNEL.default(problem, target)
+    record = Choice(kernel=KERNEL, config=config, how="tuned", layer="user", why="so")
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: record)
+    tried.bad = 2
+    assert dispatch._launcher_for(problem, target, ALIGNED, 0).kernel is KERNEL

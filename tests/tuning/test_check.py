@@ -8,7 +8,7 @@ import torch
 
 from autoflash.problem import Problem
 from autoflash.reference import attention_forward, error_allowance, exact_attention
-from autoflash.tuning.check import check_cases, compare, make_case, make_inputs
+from autoflash.tuning.check import FullProblem, check_cases, compare, make_case, make_inputs
 
 PROBLEM = Problem(
     batch=4, heads=8, kv_heads=2, seqlen_q=4096, seqlen_k=4096, head_dim=32, head_dim_v=16,
@@ -160,6 +160,24 @@ def test_rows_that_see_no_key_must_be_zero():
     assert compare(case, out, lse) is None
     out[0, 0, 0] = 1.0
     assert compare(case, out, lse).startswith("outlier channels: error 1.00e+00, allowed ")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(300, 300), (300, 200), (40, 300), (500, 60)])
+def test_the_full_problem_is_checked_at_its_end_middle_and_start(causal, rows, keys):
+    fields = {"batch": 3, "heads": 6, "kv_heads": 2, "causal": causal}
+    problem = Problem(**{**PROBLEM.as_dict(), **fields, "seqlen_q": rows, "seqlen_k": keys})
+    full = FullProblem(problem, "cpu")
+    out, lse = exact_attention(full.q, full.k, full.v, causal=causal, scale=32**-0.5)
+    places = []
+    for at, case in full._parts:
+        torch.testing.assert_close(case.out, out[at], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(case.lse, lse[at], rtol=1e-12, atol=1e-12)
+        places.append((at[0].start, at[1].start, at[2].stop))
+    expected = [(2, 5, rows), (1, 2, round((rows - min(64, rows)) / 2) + min(64, rows)),
+                (0, 0, min(64, rows))]  # fmt: skip
+    seen = [place for place in expected if not causal or keys - rows + place[2] > 0]
+    assert places == seen
 
 
 def test_the_last_rows_of_a_bottom_right_mask_are_one_again():
