@@ -61,7 +61,7 @@ def why_serialized(compiled: Any) -> str | None:
     Such a binary is right, but waits for each product. Only ptxas's log tells, and Triton drops it:
     the PTX is assembled once more. Raises CompileError if that fails.
     """
-    tool = _nvidia_tool("ptxas")
+    tool = _ptxas()
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
@@ -76,11 +76,11 @@ def why_serialized(compiled: Any) -> str | None:
     return None if found is None else f"ptxas serializes the products: {found[0]}"[:300]
 
 
-def _nvidia_tool(name: str) -> str:
-    """The path of a tool that ships with Triton."""
-    import triton
+def _ptxas() -> str:
+    """The path of the assembler that Triton uses for sm_90: it may ship several."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+    return str(get_ptxas(90).path)
 
 
 def resources_of(compiled: Any) -> Resources:
@@ -94,7 +94,9 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def _from_cubin(cubin: bytes) -> tuple[int, int]:
-    tool = _nvidia_tool("cuobjdump")
+    import triton
+
+    tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

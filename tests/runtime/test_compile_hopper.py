@@ -108,7 +108,7 @@ def test_the_sample_is_as_large_as_it_says():
     "changes", [{"GROUP_MB": 64}, {"SCHEDULE": "grid"}], ids=lambda changes: next(iter(changes))
 )
 def test_what_only_changes_the_launch_compiles_to_the_same_binary(changes):
-    config = KERNEL.default(PROBLEM, H100)
+    config = Config(**{**KERNEL.default(PROBLEM, H100), "SCHEDULE": "persistent"})
     other = Config(**{**config, **changes})
     assert render(KERNEL, PROBLEM, other).text != render(KERNEL, PROBLEM, config).text
     one, two = (compile_config(KERNEL, PROBLEM, c, ALIGNED, H100) for c in (config, other))
