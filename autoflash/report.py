@@ -13,6 +13,7 @@ from rich.text import Text
 
 from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
+from autoflash.space import Config
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.target import Target
 from autoflash.tuning.progress import Listener, StudyPlan, TuneResult
@@ -80,7 +81,9 @@ def trials_table(result: TuneResult) -> Table:
     for name in ("ms", "TFLOP/s", "smem", "regs", "how", "kernel", "config"):
         table.add_column(name, justify="left" if name in ("how", "kernel", "config") else "right")
     timed = sorted((t for t in result.trials if _ms(t) is not None), key=lambda t: _ms(t) or 0.0)
-    for trial in timed[:_TOP_TRIALS]:
+    top = timed[:_TOP_TRIALS]
+    common = {name: _common([t for t in top if t.kernel == name]) for name in KERNELS}
+    for trial in top:
         ms = _ms(trial) or 0.0
         table.add_row(
             f"{ms:.4f}",
@@ -89,9 +92,23 @@ def trials_table(result: TuneResult) -> Table:
             str(trial.registers or ""),
             "predicted" if trial.measurement is None else "measured",
             trial.kernel,
-            trial.config.label(),
+            Config(
+                **{k: v for k, v in trial.config.items() if k not in common[trial.kernel]}
+            ).label(),
         )
+    shared = [f"all {name}: {config.label()}" for name, config in common.items() if config]
+    table.caption = "\n".join(shared) or None
+    table.caption_justify = "left"
     return table
+
+
+def _common(trials: list[Trial]) -> Config:
+    """What all these configs say alike; nothing of a single one."""
+    if len(trials) < 2:
+        return Config()
+    first, *others = (trial.config for trial in trials)
+    alike = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
+    return Config(**alike)
 
 
 def results_table(results: list[TuneResult]) -> Table:

@@ -26,14 +26,21 @@ def emit(source: Source) -> Path:
 
 
 def load(source: Source) -> ModuleType:
-    """Emit ``source`` and import its device code as a module (once per process).
+    """Import the emitted file as a module (once per process)."""
+    return _load(f"autoflash_generated.{source.name}", source)
 
-    Sources that differ in header and footer alone share a module.
+
+def load_device(source: Source) -> ModuleType:
+    """The same for its device code alone: sources that differ in header and footer share a module.
+
+    Triton's cache key holds the module's name: this one is the same in every process, and for all
+    that compile to the same binary.
     """
+    return _load(f"autoflash_generated.{source.kernel}_{source.kernel_hash}", source)
+
+
+def _load(name: str, source: Source) -> ModuleType:
     path = str(emit(source))
-    # Triton's cache key holds the module's name: it must be the same in every process, and for all
-    # that compile to the same binary.
-    name = f"autoflash_generated.{source.kernel}_{source.kernel_hash}"
     with _lock:
         module = sys.modules.get(name)
         if module is None:

@@ -39,7 +39,7 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
     Raises UnsupportedError if no kernel serves the problem, and in lock mode MissingRecordError
     if there is no exact, measured record that these tensors can use.
     """
-    defaults = default_choices(problem, target, access)
+    kernels_for(problem, target)
     locked = settings().mode == "lock"
     choice, obstacle = _from_records(problem, target, access)
     if locked and (choice is None or choice.how != "tuned"):
@@ -48,7 +48,7 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
             f"{target.name}{obstacle and f' that can be used ({obstacle})'}: "
             f"run `{tune_command(problem)}` there, or unset AUTOFLASH_MODE"
         )
-    return choice or defaults[0]
+    return choice or default_choices(problem, target, access)[0]
 
 
 def default_choices(

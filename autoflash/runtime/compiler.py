@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.errors import TritonError
 
 from autoflash.codegen.render import Source, render
-from autoflash.codegen.source_cache import load
+from autoflash.codegen.source_cache import load_device
 from autoflash.errors import CompileError
 from autoflash.kernels.kernel import Access, Kernel
 from autoflash.problem import Problem
@@ -50,7 +50,7 @@ def compile_source(
     target: Target,
 ) -> CompiledKernel:
     """The binary of a Source that is already rendered. Raises CompileError."""
-    function = getattr(load(source), kernel.name)
+    function = getattr(load_device(source), kernel.name)
     signature = kernel.signature(problem, config)
     constexprs = kernel.constexprs(problem, config)
     names = list(function.arg_names)

@@ -1,5 +1,6 @@
 """Emitted files: written once, atomically, never trusted, imported once."""
 
+import dataclasses
 import errno
 import importlib.util
 import multiprocessing
@@ -16,7 +17,7 @@ import pytest
 
 from autoflash.codegen import source_cache
 from autoflash.codegen.render import Source, render
-from autoflash.codegen.source_cache import emit, load
+from autoflash.codegen.source_cache import emit, load, load_device
 from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.target import NAMED_TARGETS
@@ -28,7 +29,7 @@ ROUNDS = 20
 def source_of(text: str = "VALUE = 1\n", name: str | None = None) -> Source:
     """A small Source. Its name is new, since a module is loaded once per process."""
     name = name or f"probe_{uuid.uuid4().hex[:12]}"
-    return Source(kernel="probe", name=name, text=text, kernel_hash=name.rpartition("_")[2])
+    return Source(kernel="probe", name=name, text=text, kernel_hash="0" * 16)
 
 
 @pytest.fixture
@@ -182,9 +183,22 @@ def test_load_imports_once(folder):
         assert sys.probe_runs == 1
     finally:
         del sys.probe_runs
-    assert module.__name__ == f"autoflash_generated.probe_{source.kernel_hash}"
+    assert module.__name__ == f"autoflash_generated.{source.name}"
     assert sys.modules[module.__name__] is module
     assert module.__file__ == str(folder / f"{source.name}.py")
+
+
+def test_device_code_is_loaded_once_for_all_that_have_it(folder):
+    first, second = source_of("VALUE = 1\n"), source_of("VALUE = 1\nFOOTER = 2\n")
+    shared = uuid.uuid4().hex[:16]
+    sources = [dataclasses.replace(s, kernel_hash=shared) for s in (first, second)]
+    one, two = map(load_device, sources)
+    assert one is two
+    assert one.__name__ == f"autoflash_generated.probe_{shared}"
+    # Each is there to be opened, and as a whole it is a module of its own.
+    assert files_below(folder) == sorted(f"{s.name}.py" for s in sources)
+    assert load(sources[1]).FOOTER == 2
+    assert load_device(dataclasses.replace(second, kernel_hash="other")).FOOTER == 2
 
 
 def test_threads_that_load_at_once_get_one_whole_module(folder):
@@ -209,15 +223,12 @@ def test_threads_that_load_at_once_get_one_whole_module(folder):
         assert sys.probe_runs == 1
     finally:
         del sys.probe_runs
-    assert (
-        found
-        == [(id(sys.modules[f"autoflash_generated.probe_{source.kernel_hash}"]), 1)] * PROCESSES
-    )
+    assert found == [(id(sys.modules[f"autoflash_generated.{source.name}"]), 1)] * PROCESSES
 
 
 def test_a_source_that_fails_to_import_is_not_kept(folder):
     source = source_of("import sys\nVALUE = 1 // sys.probe_divisor\n")
-    name = f"autoflash_generated.probe_{source.kernel_hash}"
+    name = f"autoflash_generated.{source.name}"
     sys.probe_divisor = 0
     try:
         with pytest.raises(ZeroDivisionError):
@@ -232,13 +243,13 @@ def test_a_source_that_fails_to_import_is_not_kept(folder):
 KERNEL_IN_ANOTHER_PROCESS = """
 import sys
 from autoflash.codegen.render import render
-from autoflash.codegen.source_cache import load
+from autoflash.codegen.source_cache import load_device
 from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.target import NAMED_TARGETS
 kernel = KERNELS["flash_fwd"]
 problem = Problem.parse(dict(pair.split("=") for pair in sys.argv[1:]))
-module = load(render(kernel, problem, kernel.default(problem, NAMED_TARGETS["h200"])))
+module = load_device(render(kernel, problem, kernel.default(problem, NAMED_TARGETS["h200"])))
 print(module.__name__, module.flash_fwd.cache_key)
 """
 
@@ -253,7 +264,7 @@ def test_the_module_name_and_triton_key_are_those_of_any_process(folder, tmp_pat
     )  # fmt: skip
     kernel, problem = KERNELS["flash_fwd"], Problem.parse(fields)
     source = render(kernel, problem, kernel.default(problem, NAMED_TARGETS["h200"]))
-    module = load(source)
+    module = load_device(source)
     assert module.__name__ == f"autoflash_generated.flash_fwd_{source.kernel_hash}"
     assert done.stdout.split() == [module.__name__, module.flash_fwd.cache_key]
 
