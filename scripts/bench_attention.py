@@ -1,11 +1,12 @@
 """AutoFlash and its peers, interleaved in one process: a table, and JSON under benchmarks/.
 
-usage: bench_attention.py [--dtype bfloat16] [--head-dims 64,128,256] [--seqlens 4k,16k]
+usage: bench_attention.py [--dtypes bfloat16] [--head-dims 64,128,256] [--seqlens 1k,4k,16k]
                           [--peers autoflash,flex,sdpa_fa2,sdpa_cudnn,fa3] [--rounds 9] [--out FILE]
 
-Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048.
-Every implementation of a row is timed in turns (L2 flushed before each launch, medians), so that
-clocks and heat hit all alike. Host rows time one small call from Python, GPU idle.
+Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048; then
+grouped heads (32 query, 8 key/value) of ragged lengths. Every implementation of a row is timed in
+turns (L2 flushed before each launch, medians), so that clocks and heat hit all alike. The host row
+times one small call from Python, GPU idle; the matmul row is torch's rate for 8192^3, the ceiling.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import autoflash
 from autoflash.problem import Problem, parse_length
 from autoflash.target import current_target
 from autoflash.tuning.bench import PEERS, bench_problem
+from autoflash.tuning.measure import Timer
 from autoflash.tuning.versions import versions
 
 TOKENS = 16384
@@ -37,9 +39,9 @@ _HOST_ROUNDS = 7
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--seqlens", default="4k,16k")
+    parser.add_argument("--seqlens", default="1k,4k,16k")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
@@ -47,22 +49,46 @@ def main() -> None:
     arguments = parser.parse_args()
     peers = arguments.peers.split(",")
     rows: list[dict[str, Any]] = [host_row()]
-    for head_dim in map(int, arguments.head_dims.split(",")):
-        for causal in (False, True):
-            for length in arguments.seqlens.split(","):
-                seqlen = parse_length("seqlen", length)
-                fields = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
-                fields |= {"head_dim": head_dim, "dtype": arguments.dtype, "causal": causal}
-                problem = Problem.parse(fields)
-                rows.append(bench_row(problem, peers, arguments.rounds))
-                print(json.dumps(rows[-1]), flush=True)
-                torch.cuda.empty_cache()
+    for dtype in arguments.dtypes.split(","):
+        rows.append(matmul_row(dtype))
+        head_dims = list(map(int, arguments.head_dims.split(",")))
+        for problem in problems(dtype, head_dims, arguments.seqlens.split(",")):
+            rows.append(bench_row(problem, peers, arguments.rounds))
+            print(json.dumps(rows[-1]), flush=True)
+            torch.cuda.empty_cache()
     result = {**provenance(arguments.commit), "rows": rows}
     out = arguments.out or Path("benchmarks") / current_target().slug / "attention_fwd.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     Console(width=150).print(table(rows, peers), f"\nwritten: {out}")
     print(summary(rows))
+
+
+def problems(dtype: str, head_dims: list[int], seqlens: list[str]) -> list[Problem]:
+    """What is timed: the papers' shapes, then ragged grouped heads."""
+    found = []
+    for head_dim in head_dims:
+        for causal in (False, True):
+            for length in seqlens:
+                seqlen = parse_length("seqlen", length)
+                sizes = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
+                kind = {"head_dim": head_dim, "dtype": dtype, "causal": causal}
+                found.append(Problem.parse({**sizes, **kind}))
+    for batch, seqlen in ((4, 4000), (2, 8191)):
+        sizes = {"batch": batch, "heads": 32, "kv_heads": 8, "seqlen": seqlen, "head_dim": 128}
+        found.append(Problem.parse({**sizes, "dtype": dtype, "causal": True}))
+    return found
+
+
+def matmul_row(dtype: str) -> dict[str, Any]:
+    """TFLOP/s of torch's 8192^3 product of random matrices, timed like the rest."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+    ms = statistics.median(Timer().time(lambda: a @ b, budget_ms=100.0))
+    row = {"op": "matmul", "dtype": dtype, "size": size, "ms": {"torch": round(ms, 5)}}
+    row["tflops"] = {"torch": round(2 * size**3 / ms * 1e-9, 1)}
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def bench_row(problem: Problem, peers: list[str], rounds: int) -> dict[str, Any]:
@@ -136,26 +162,37 @@ def provenance(commit: str) -> dict[str, str]:
 def table(rows: list[dict[str, Any]], peers: list[str]) -> Table:
     """TFLOP/s per row and implementation, and AutoFlash over the best peer."""
     found = Table(title="forward, TFLOP/s", show_edge=False)
-    for name in ("D", "causal", "S", *peers, "vs flex", "vs best"):
+    for name in ("dtype", "D", "heads", "causal", "S", *peers, "vs best"):
         found.add_column(name, justify="right")
     for row in rows:
-        if row["op"] == "host":
+        if row["op"] != "fwd":
             continue
-        rates = row["tflops"]
-        others = [rate for name, rate in rates.items() if name != "autoflash"]
-        own = rates.get("autoflash", math.nan)
+        rates, heads = row["tflops"], str(row["heads"])
+        if row["kv_heads"] != row["heads"]:
+            heads += f"/{row['kv_heads']}"
+        best = vs_best(row)
         found.add_row(
-            str(row["head_dim"]), "yes" if row["causal"] else "no", str(row["seqlen_q"]),
-            *(f"{rates[p]:.0f}" if p in rates else "-" for p in peers),
-            f"{own / rates['flex']:.3f}" if "flex" in rates else "-",
-            f"{own / max(others):.3f}" if others else "-",
+            row["dtype"], str(row["head_dim"]), heads, "yes" if row["causal"] else "no",
+            str(row["seqlen_q"]), *(f"{rates[p]:.0f}" if p in rates else "-" for p in peers),
+            f"{best:.3f}" if best else "-",
         )  # fmt: skip
     return found
 
 
+def vs_best(row: dict[str, Any]) -> float | None:
+    """AutoFlash's rate over that of the fastest other."""
+    others = [rate for name, rate in row.get("tflops", {}).items() if name != "autoflash"]
+    own = row.get("tflops", {}).get("autoflash")
+    return own / max(others) if own and others else None
+
+
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Geometric means of AutoFlash over each peer."""
-    lines = []
+    """Geometric means of AutoFlash over each peer, and over the fastest in each row."""
+    lines = [f"matmul 8192^3, {r['dtype']}: {r['tflops']['torch']:.0f} TFLOP/s"
+             for r in rows if r["op"] == "matmul"]  # fmt: skip
+    best = list(filter(None, map(vs_best, rows)))
+    if best:
+        lines.append(f"autoflash / fastest other: {_means(best)}")
     for peer in PEERS[1:]:
         ratios = [
             row["tflops"]["autoflash"] / row["tflops"][peer]
@@ -163,9 +200,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
             if peer in row.get("tflops", {}) and "autoflash" in row["tflops"]
         ]
         if ratios:
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            lines.append(f"autoflash / {peer}: geometric mean {mean:.3f}, lowest {min(ratios):.3f}")
+            lines.append(f"autoflash / {peer}: {_means(ratios)}")
     return "\n".join(lines)
+
+
+def _means(ratios: list[float]) -> str:
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    return f"geometric mean {mean:.3f}, lowest {min(ratios):.3f}"
 
 
 if __name__ == "__main__":

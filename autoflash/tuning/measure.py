@@ -1,6 +1,7 @@
 """Timing on the GPU, and whether the GPU was fit to be timed. Runs in a worker only."""
 
 import os
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,13 +97,17 @@ class Timer:
         return times + self.samples(launch, more)
 
     def interleave(self, launches: list[Callable[[], object]], rounds: int) -> list[list[float]]:
-        """Samples of each launch, taken in ``rounds`` turns so that drift hits all alike."""
+        """Samples of each launch, taken in ``rounds`` turns so that drift hits all alike.
+
+        Each turn has another order (the same in every run): under a power cap a launch is faster
+        after one that draws less, so that none may always have the same neighbour.
+        """
         times: list[list[float]] = [[] for _ in launches]
         for launch in launches:
             self.samples(launch, 2)
-        for turn in range(rounds):
-            order = range(len(launches)) if turn % 2 == 0 else range(len(launches) - 1, -1, -1)
-            for index in order:
+        lot = random.Random(0)
+        for _ in range(rounds):
+            for index in lot.sample(range(len(launches)), len(launches)):
                 count = 5
                 if times[index]:
                     count = int(min(30, max(3, _ROUND_MS / max(times[index][-1], 0.01))))

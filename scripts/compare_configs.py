@@ -1,0 +1,133 @@
+"""What each Param of a kernel is worth: its default with one choice changed, beside the peers.
+
+usage: compare_configs.py [--kernel flash_fwd_ws] [--head-dims 64,128,256] [--seqlens 4k]
+                          [--causal both|yes|no] [--rounds 6] [--out FILE]
+
+On the benchmark's shapes (16384 tokens, heads x head_dim = 2048). All of a problem are checked by
+the accuracy rule and timed in turns in one process; a change that can't run is left out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_attention import HIDDEN, TOKENS, provenance
+
+from autoflash.errors import AutoFlashError
+from autoflash.kernels import KERNELS
+from autoflash.kernels.kernel import ALIGNED
+from autoflash.problem import Problem, parse_length
+from autoflash.runtime.compiler import compile_config
+from autoflash.runtime.launcher import Launcher
+from autoflash.space import Config
+from autoflash.target import Target, current_target
+from autoflash.tuning.bench import implementation
+from autoflash.tuning.check import FullProblem, check_cases, why_wrong
+from autoflash.tuning.measure import Timer
+
+_PEERS = ("fa3", "sdpa_cudnn")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--kernel", default="flash_fwd_ws", choices=list(KERNELS))
+    parser.add_argument("--head-dims", default="64,128,256")
+    parser.add_argument("--seqlens", default="4k")
+    parser.add_argument("--causal", default="both", choices=("both", "yes", "no"))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="", help="where the checkout has no git history")
+    arguments = parser.parse_args()
+    target = current_target()
+    plan = []
+    for head_dim in map(int, arguments.head_dims.split(",")):
+        for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[arguments.causal]:
+            for text in arguments.seqlens.split(","):
+                seqlen = parse_length("seqlen", text)
+                sizes = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
+                problem = Problem.parse({**sizes, "head_dim": head_dim, "causal": causal})
+                plan.append((problem, changed(arguments.kernel, problem, target)))
+    compile_all(arguments.kernel, plan, target)
+    rows = [row for problem, configs in plan for row in compare(
+        arguments.kernel, problem, configs, target, arguments.rounds)]  # fmt: skip
+    result = {**provenance(arguments.commit), "script": "scripts/compare_configs.py", "rows": rows}
+    out = arguments.out or Path("benchmarks") / target.slug / f"{arguments.kernel}_params.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def changed(kernel: str, problem: Problem, target: Target) -> list[tuple[str, Config]]:
+    """The default, and the default with each other choice of each Param that can run."""
+    space, default = KERNELS[kernel].space, KERNELS[kernel].default(problem, target)
+    found = [("default", default)]
+    for param in space.params:
+        for choice in param.choices:
+            config = Config(**{**default, param.name: choice})
+            runs = space.why_not(config, problem, target, advice=False) is None
+            if choice != default[param.name] and runs:
+                found.append((f"{param.name}={choice}", config))
+    return found
+
+
+def compile_all(
+    kernel: str, plan: list[tuple[Problem, list[tuple[str, Config]]]], target: Target
+) -> None:
+    """Fill Triton's cache from many processes."""
+    jobs = [(kernel, problem, config, target) for problem, configs in plan for _, config in configs]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(job: tuple[str, Problem, Config, Target]) -> None:
+    kernel, problem, config, target = job
+    try:
+        compile_config(KERNELS[kernel], problem, config, ALIGNED, target)
+    except AutoFlashError:
+        return  # compare() meets it again, and says so
+
+
+def compare(
+    kernel: str, problem: Problem, configs: list[tuple[str, Config]], target: Target, rounds: int
+) -> list[dict[str, Any]]:
+    """One row for each config and peer that runs: ms, TFLOP/s, and what is wrong, if something."""
+    cases, full = check_cases(problem), FullProblem(problem)
+    rows: list[dict[str, Any]] = []
+    launches = []
+    for name in _PEERS:
+        try:
+            launch = implementation(name, problem, full.q, full.k, full.v)
+            launch()
+        except (RuntimeError, ImportError, ValueError, AttributeError):
+            continue
+        launches.append(launch)
+        rows.append({"problem": problem.label(), "name": name})
+    for name, config in configs:
+        row: dict[str, Any] = {"problem": problem.label(), "name": name, "config": dict(config)}
+        try:
+            launcher = Launcher(KERNELS[kernel], problem, config, ALIGNED, target)
+        except AutoFlashError as error:
+            print(f"{problem.label()}  {name}: {error}", flush=True)
+            continue
+        wrong = [reason for case in cases if (reason := why_wrong(launcher, case))]
+        wrong += filter(None, [full.why_wrong(launcher)])
+        launches.append(full.launch(launcher))
+        rows.append(row | ({"wrong": wrong} if wrong else {}))
+    for row, times in zip(rows, Timer().interleave(launches, rounds), strict=True):
+        ms = statistics.median(times)
+        row |= {"ms": round(ms, 5), "tflops": round(problem.tflops(ms), 1)}
+    base = next(row["tflops"] for row in rows if row["name"] == "default")
+    for row in sorted(rows, key=lambda row: row["ms"]):
+        print(f"{problem.label()}  {row['tflops']:6.0f}  {row['tflops'] / base:.3f}  {row['name']}"
+              f"{'  WRONG' if 'wrong' in row else ''}", flush=True)  # fmt: skip
+    torch.cuda.empty_cache()
+    return rows
+
+
+if __name__ == "__main__":
+    main()
