@@ -44,7 +44,7 @@ _lock = threading.RLock()
 class Plan:
     """What a call with a known key needs: where to allocate and what to launch.
 
-    ``run`` is a BoundLauncher, or None when there is nothing to compute (out = 0, LSE = -inf).
+    ``run`` launches the kernel, or is None when there is nothing to compute (out = 0, LSE = -inf).
     """
 
     run: Any
@@ -113,7 +113,8 @@ def _plan(
             target = current_target(q.device)
             launcher = _launcher_for(problem, target, access_of(q, k, v, out, bshd), q.device.index)
             strides = all_strides(q, k, v, out, bshd)
-            call = Call(problem=problem, scale=scale, strides=strides, write_lse=return_lse)
+            given = frozenset(strides) | ({"lse"} if return_lse else frozenset())
+            call = Call(problem=problem, scale=scale, strides=strides, given=given)
             run = launcher.bind(call)
     plan = Plan(
         run=run,

@@ -10,7 +10,7 @@ from autoflash.kernels.kernel import Call
 from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
 from autoflash.runtime.inputs import all_strides, output_like
-from autoflash.runtime.launcher import Addresses, BoundLauncher, Launcher
+from autoflash.runtime.launcher import Addresses, Bound, Launcher
 
 # Lengths of the ragged checks: not multiples of any tile, more than two of the largest.
 _RAGGED_Q, _RAGGED_K = 333, 589
@@ -161,7 +161,7 @@ class FullProblem:
 class Repeat:
     """A launch with all its arguments."""
 
-    def __init__(self, bound: BoundLauncher, addresses: Addresses) -> None:
+    def __init__(self, bound: Bound, addresses: Addresses) -> None:
         self._bound = bound
         self._addresses = addresses
 
@@ -171,11 +171,12 @@ class Repeat:
 
 def bind(
     launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> BoundLauncher:
+) -> Bound:
     """``launcher`` for these tensors, LSE written."""
     strides = all_strides(q, k, v, out, bshd=False)
     scale = problem.head_dim**-0.5
-    return launcher.bind(Call(problem=problem, scale=scale, strides=strides, write_lse=True))
+    given = frozenset({*strides, "lse"})
+    return launcher.bind(Call(problem=problem, scale=scale, strides=strides, given=given))
 
 
 def _addresses(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Addresses:

@@ -16,7 +16,7 @@ from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.store.record import TrialStatus
 from autoflash.tuning.job import Candidate, Message, Outcome, study_from_message
-from autoflash.tuning.resources import resources_of, why_serialized
+from autoflash.tuning.resources import Resources, resources_of, why_serialized
 
 if TYPE_CHECKING:
     from autoflash.runtime.launcher import Launcher
@@ -47,12 +47,13 @@ def compile_candidate(message: Message) -> Message:
     kernel, config = candidate.kernel, candidate.config
     try:
         compiled = compile_config(kernel, problem, config, ALIGNED, target)
-        resources = resources_of(compiled)
+        resources = Resources.most(map(resources_of, compiled))
         reason = resources.why_not(target)
         if reason is None and kernel.language == "gluon":
             # Its registers are dealt out by hand: more than a few spills, or products that wait
             # for each other, are a mistake and not worth the GPU's time.
-            reason = resources.why_spilled(kernel.tolerable_spills) or why_serialized(compiled)
+            reason = resources.why_spilled(kernel.tolerable_spills)
+            reason = reason or next(filter(None, map(why_serialized, compiled)), None)
     except CompileError as error:
         return Outcome(status=TrialStatus.compile_error, reason=str(error)).to_message()
     status = TrialStatus.ok if reason is None else TrialStatus.out_of_resources

@@ -1,17 +1,16 @@
-"""BoundLauncher and the counters of dynamic schedules: what a launch is given. No GPU is needed."""
+"""BoundFunction and the counters of dynamic schedules: what a launch is given. No GPU is needed."""
 
 import dataclasses
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from autoflash.kernels import KERNELS
-from autoflash.kernels.kernel import Call
+from autoflash.kernels.kernel import TENSORS, Call
 from autoflash.problem import Problem
 from autoflash.runtime import counters
-from autoflash.runtime.launcher import BoundLauncher
+from autoflash.runtime.launcher import BoundFunction, Loaded
 from autoflash.space import Config
 from autoflash.target import named_target
 
@@ -57,16 +56,17 @@ def device(monkeypatch):
 class Launches(list):
     """(programs, stream, arguments) of each launch."""
 
-    def bound(self, config: Config = CONFIG, problem: Problem = PROBLEM) -> BoundLauncher:
+    def bound(self, config: Config = CONFIG, problem: Problem = PROBLEM) -> BoundFunction:
         strides = dict.fromkeys(("q", "k", "v", "out"), (2048 * 16 * 128, 2048 * 128, 128))
-        launcher = SimpleNamespace(
-            kernel=KERNEL, config=config, target=H100,
-            constexprs=tuple(KERNEL.constexprs(problem, config).values()),
+        (function,) = KERNEL.functions(problem, config)
+        loaded = Loaded(
+            function=function,
             encode=lambda index, host: [f"map {index}", host.base.address, *host.shape],
             launch=lambda programs, stream, arguments: self.append((programs, stream, arguments)),
-        )  # fmt: skip
-        call = Call(problem=problem, scale=0.5, strides=strides, write_lse=True)
-        return BoundLauncher(launcher, call)
+        )
+        given = frozenset(TENSORS["fwd"])
+        call = Call(problem=problem, scale=0.5, strides=strides, given=given)
+        return BoundFunction(loaded, call, TENSORS["fwd"], H100)
 
 
 @pytest.fixture
