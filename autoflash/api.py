@@ -179,7 +179,7 @@ def explain(
     from autoflash.codegen.source_cache import emit
 
     target = current_target(q.device)
-    choice = choose(problem, target, access_of(q, k, v, output_like(q, v, "meta"), bshd))
+    choice = choose(problem, target, access_of((q, k, v, output_like(q, v, "meta")), bshd))
     return Explanation(
         problem=problem.label(),
         target=target.name,

@@ -93,8 +93,8 @@ def test_causal_is_a_bool(causal):
 
 
 def test_unknown_op():
-    with pytest.raises(InvalidInputError, match=r"^op='bwd': must be one of fwd$"):
-        problem(op="bwd")
+    with pytest.raises(InvalidInputError, match=r"^op='both': must be one of fwd, bwd$"):
+        problem(op="both")
 
 
 def test_a_refusal_is_a_value_error_and_ours():

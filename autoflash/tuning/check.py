@@ -173,7 +173,7 @@ def bind(
     launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> Bound:
     """``launcher`` for these tensors, LSE written."""
-    strides = all_strides(q, k, v, out, bshd=False)
+    strides = all_strides(False, q=q, k=k, v=v, out=out)
     scale = problem.head_dim**-0.5
     given = frozenset({*strides, "lse"})
     return launcher.bind(Call(problem=problem, scale=scale, strides=strides, given=given))
