@@ -273,17 +273,27 @@ _DEFAULT_STEPS: tuple[dict[str, int], ...] = (
 )
 
 # What defaults() starts from, by padded head dim: BLOCK_M, BLOCK_N, warps and stages of DKDV and of
-# DQ, where the matrix unit reads from shared memory or from registers. Chosen so that the binaries
-# spill little (Triton 3.7.1).
-_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]]] = {
-    "shared": {
+# DQ. Not timed yet: the largest tiles whose binaries spill little (Triton 3.7.1).
+_Tile = tuple[int, int, int, int]
+_TILES: dict[str, dict[int, tuple[_Tile, _Tile]]] = {
+    "sm_90": {
         64: ((64, 128, 8, 2), (128, 64, 8, 2)),
-        128: ((64, 128, 8, 2), (128, 64, 8, 2)),
+        128: ((32, 128, 8, 2), (128, 64, 8, 2)),
+        256: ((16, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    "sm_100": {
+        64: ((64, 128, 8, 1), (128, 64, 8, 2)),
+        128: ((64, 128, 8, 1), (128, 64, 8, 2)),
         256: ((32, 64, 8, 1), (64, 32, 8, 1)),
     },
-    "registers": {
+    "nvidia": {
         64: ((32, 64, 4, 2), (64, 32, 4, 2)),
         128: ((32, 64, 8, 2), (64, 32, 4, 2)),
+        256: ((16, 64, 8, 1), (32, 32, 4, 1)),
+    },
+    "amd": {
+        64: ((16, 64, 4, 1), (64, 32, 4, 2)),
+        128: ((16, 64, 8, 1), (64, 32, 4, 2)),
         256: ((16, 64, 8, 1), (32, 32, 4, 1)),
     },
 }
@@ -292,9 +302,10 @@ _TILES: dict[str, dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int
 def _preferred(problem: Problem, target: Target) -> dict[str, Any]:
     wide = max(64, block_d(problem), block_dv(problem))
     names = ("BLOCK_M", "BLOCK_N", "WARPS", "STAGES")
-    operands = "shared" if target.capability in (90, 100, 103) else "registers"
+    arch = "sm_100" if target.arch == "sm_103" else target.arch
+    tiles = _TILES.get(arch, _TILES[target.vendor])[wide]
     values: dict[str, Any] = {"LOAD": "pointer", "GROUP_HEADS": 8 if problem.causal else 1}
-    for part, tile in zip(PARTS, _TILES[operands][wide], strict=True):
+    for part, tile in zip(PARTS, tiles, strict=True):
         values |= {f"{part}_{name}": value for name, value in zip(names, tile, strict=True)}
     return values
 

@@ -7,7 +7,7 @@ never imports the user's program. The parent sets the time limits and kills it.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from autoflash.tuning.resources import Resources, resources_of, why_serialized
 if TYPE_CHECKING:
     from autoflash.runtime.launcher import Launcher
     from autoflash.tuning.check import Case, FullProblem
+    from autoflash.tuning.check_bwd import FullGradients, GradientCase
     from autoflash.tuning.measure import Timer
 
 
@@ -65,19 +66,14 @@ class Prepared:
     """The problem that is being measured: inputs and expected outputs, made once."""
 
     problem: Problem
-    full: "FullProblem"
-    cases: "list[Case]"
+    full: "FullProblem | FullGradients"
+    cases: "Sequence[Case | GradientCase]"
     timer: "Timer"
 
     def why_wrong(self, launcher: "Launcher") -> str | None:
         """How the launcher breaks the accuracy rule, on any case or at full size."""
-        from autoflash.tuning.check import why_wrong
-
-        for case in self.cases:
-            reason = why_wrong(launcher, case)
-            if reason is not None:
-                return reason
-        return self.full.why_wrong(launcher)
+        reasons = (case.why_wrong(launcher) for case in (*self.cases, self.full))
+        return next(filter(None, reasons), None)
 
 
 class Bench:
@@ -91,15 +87,17 @@ class Bench:
         import torch
 
         from autoflash.tuning.check import FullProblem, check_cases
+        from autoflash.tuning.check_bwd import FullGradients, gradient_cases
         from autoflash.tuning.measure import Timer
 
         if self._prepared is None or self._prepared.problem != problem:
             self._prepared = None
             torch.cuda.empty_cache()
+            backward = problem.op == "bwd"
             self._prepared = Prepared(
                 problem=problem,
-                full=FullProblem(problem),
-                cases=check_cases(problem),
+                full=FullGradients(problem) if backward else FullProblem(problem),
+                cases=gradient_cases(problem) if backward else check_cases(problem),
                 timer=Timer(),
             )
         return self._prepared
