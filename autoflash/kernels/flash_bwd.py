@@ -62,6 +62,8 @@ class FlashBwd(Kernel):
     language = "triton"
     op = "bwd"
     space = SPACE
+    # dk and dv fill the registers of most tiles; a few bytes more lie in L1.
+    tolerable_spills = 128
 
     def serves(self, problem: Problem, target: Target) -> str | None:
         if problem.dtype == "float32":
