@@ -91,6 +91,15 @@ def test_gradients_meet_the_accuracy_rule(
 
 
 @BOTH_MASKS
+@pytest.mark.parametrize("dim", [8, 40, 63, 72, 80, 96, 160, 192, 256])
+@pytest.mark.parametrize("length", [1, 2, 15, 17, 63, 65, 127, 129, 1025])
+def test_lengths_that_are_no_multiple_of_a_tile(length: int, dim: int, causal: bool) -> None:
+    dtype = torch.float16 if (length + dim) % 2 else torch.bfloat16
+    q, k, v, dout = inputs_of((dim, dim, 2, 1, length, length), dtype)
+    assert_right(gradients(q, k, v, dout, causal=causal), q, k, v, dout, causal)
+
+
+@BOTH_MASKS
 def test_gradient_of_the_lse(causal: bool) -> None:
     q, k, v, dout = inputs_of((64, 64, 4, 2, 130, 200), torch.bfloat16)
     dlse = torch.randn(q.shape[:3], device="cuda")
