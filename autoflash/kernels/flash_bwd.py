@@ -275,11 +275,11 @@ _DEFAULT_STEPS: tuple[dict[str, int], ...] = (
 )
 
 # What defaults() starts from, by padded head dim: BLOCK_M, BLOCK_N, warps and stages of DKDV and of
-# DQ. Not timed yet: the largest tiles whose binaries spill little (Triton 3.7.1).
+# DQ. Not timed yet: the largest tiles whose binaries spill little (Triton 3.6 and 3.7).
 _Tile = tuple[int, int, int, int]
 _TILES: dict[str, dict[int, tuple[_Tile, _Tile]]] = {
     "sm_90": {
-        64: ((64, 128, 8, 2), (128, 64, 8, 2)),
+        64: ((32, 128, 8, 2), (128, 64, 8, 2)),
         128: ((32, 128, 8, 2), (128, 64, 8, 2)),
         256: ((16, 64, 8, 2), (64, 32, 8, 2)),
     },
