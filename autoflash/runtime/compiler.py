@@ -71,8 +71,13 @@ def compile_function(
         TritonError, RuntimeError, subprocess.SubprocessError, ValueError, IndexError, OSError,
         AssertionError,
     ) as error:  # fmt: skip
-        where = f"{source.name}, {function.name}"
-        raise CompileError(f"{where} for {target.arch}: {_reason(error)}") from error
+        name = binary_name(source, function)
+        raise CompileError(f"{name} for {target.arch}: {_reason(error)}") from error
+
+
+def binary_name(source: Source, function: Function) -> str:
+    """What messages call the binary of one function: of a chain they name the function too."""
+    return source.name if function.name == source.kernel else f"{source.name}, {function.name}"
 
 
 def _with_layout(kind: str) -> str:

@@ -25,7 +25,7 @@ from autoflash.kernels.kernel import (
 )
 from autoflash.problem import Problem
 from autoflash.runtime import counters
-from autoflash.runtime.compiler import compile_function
+from autoflash.runtime.compiler import binary_name, compile_function
 from autoflash.runtime.triton_launch import (
     AddressOnly,
     Encoder,
@@ -100,8 +100,8 @@ class Loaded:
         try:
             launch = make_launch(compiled)
         except TritonError as error:
-            where = f"{source.name}, {function.name}"
-            raise OutOfResourcesError(f"{where} on {target.name}: {error}") from error
+            name = binary_name(source, function)
+            raise OutOfResourcesError(f"{name} on {target.name}: {error}") from error
         return cls(function=function, launch=launch, encode=make_encoder(compiled))
 
 

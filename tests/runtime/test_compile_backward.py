@@ -12,11 +12,13 @@ import re
 
 import pytest
 
+from autoflash.errors import CompileError
 from autoflash.kernels import KERNELS
 from autoflash.kernels.flash_bwd_space import PARTS, shared_bytes
 from autoflash.kernels.kernel import ALIGNED, Access
 from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_config
+from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
 from autoflash.tuning.resources import Resources, resources_of
 
@@ -92,6 +94,13 @@ def test_the_default_compiles_and_fits(name, shape, causal, dtype, aligned):
                 assert re.findall(r"(?:ld|st)\.global\S*\.v[248]\.b16", code) == []
     else:
         assert all("global_atomic" not in binary.asm["amdgcn"] for binary in binaries)
+
+
+def test_a_function_that_does_not_build_is_named():
+    h100 = NAMED_TARGETS["h100"]
+    config = Config(**{**KERNEL.default(PROBLEM, h100), "DQ_BLOCK_N": 96})
+    with pytest.raises(CompileError, match=r"^flash_bwd_bf16_d64_causal_\w{8}, flash_bwd_dq for"):
+        compile_config(KERNEL, PROBLEM, config, ALIGNED, h100)
 
 
 def test_the_sample_holds_each_target_and_shape():
