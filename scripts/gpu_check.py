@@ -16,7 +16,7 @@ def main() -> None:
         raise SystemExit("no GPU is visible to torch")
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"{torch.cuda.get_device_name()}: {found}", flush=True)
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-x", "--durations=8"]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "--durations=8"]
     raise SystemExit(subprocess.run([*command, *sys.argv[1:]], check=False).returncode)
 
 

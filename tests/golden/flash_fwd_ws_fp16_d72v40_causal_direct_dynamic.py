@@ -314,7 +314,7 @@ def operand(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def load(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
-counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
+    counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
 ):
@@ -324,7 +324,9 @@ counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
     tile = gl.program_id(0)
     turn = 0
     block = 0
-    row, batch, head = tile_coords(tile, seqlen_q, heads // PACK_HEADS, n_heads, group_heads, CONSUMERS * ROWS, CAUSAL)
+    row, batch, head = tile_coords(
+        tile, seqlen_q, heads // PACK_HEADS, n_heads, group_heads, CONSUMERS * ROWS, CAUSAL
+    )
     tell(mail, mail_full, mail_empty, turn, tile < n_tiles, row, batch, head)
     while tile < n_tiles:
         end, blocks, front, masked = key_blocks(row, seqlen_q, seqlen_k, CONSUMERS * ROWS, BLOCK_N, CAUSAL)
@@ -524,7 +526,8 @@ def consume(
         # The first block has nothing to overlap with, and always takes the mask.
         stage = block % STAGES
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        s = warpgroup_mma(q, matrix(k_s.index(stage)).permute((1, 0)), zero, use_acc=False, is_async=True)
+        k = matrix(k_s.index(stage)).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
         if Q_IN_REGISTERS:
             s, _q = warpgroup_mma_wait(0, deps=[s, q])
         else:
@@ -649,8 +652,8 @@ def consume_2(
 
 @gluon.jit
 def flash_fwd_ws(
-    q_desc, k_desc, v_desc, out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, counter, 
-    scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+    q_desc, k_desc, v_desc, out_ptr, stride_ob, stride_oh, stride_om, lse_ptr,
+    counter, scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
@@ -695,7 +698,7 @@ def flash_fwd_ws(
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
-counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
+                counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
@@ -724,7 +727,7 @@ counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
-counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
+                counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])
