@@ -20,8 +20,11 @@ from autoflash.tuning.job import Candidate
 
 logger = logging.getLogger(__name__)
 
-# Of the ranking, tried before TPE has a say.
+# Of the ranking, tried before TPE has a say: its first ones, then others near the top that differ.
 _FROM_RANKING = 16
+_FIRST_RANKED = 4
+# The share of a ranking that counts as near its top.
+_NEAR_TOP = 0.05
 # Proposals of TPE in a row that may be repeats or infeasible before the ranking takes over.
 _PATIENCE = 12
 
@@ -40,6 +43,28 @@ def ranked(kernels: Iterable[Kernel], problem: Problem, target: Target) -> list[
     return [candidate for *_, candidate in scored]
 
 
+def spread(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """The first candidates of a ranking, then those near its top that bring most choices which were
+    not among the ones before: the first of a ranking are often all but alike."""
+    pool = candidates[: max(count, int(_NEAR_TOP * len(candidates)))]
+    if len(pool) <= count:
+        return pool
+    found = pool[:_FIRST_RANKED][:count]
+    pool = pool[len(found) :]
+    seen = {choice for candidate in found for choice in _choices(candidate)}
+    while pool and len(found) < count:
+        # Of equals max takes the first, which is the better ranked.
+        best = max(pool, key=lambda candidate: len(_choices(candidate) - seen))
+        pool.remove(best)
+        found.append(best)
+        seen |= _choices(best)
+    return found
+
+
+def _choices(candidate: Candidate) -> set[tuple[str, str, Value]]:
+    return {(candidate.kernel.name, *item) for item in candidate.config.items()}
+
+
 class Search:
     """One study: hands out candidates and learns from their times."""
 
@@ -55,7 +80,7 @@ class Search:
         self._ranking: Iterator[Candidate] = iter(candidates)
         self._brute_force = brute_force
         self._first = [c for c in first if _key(c) in self._feasible]
-        self._first += candidates[:_FROM_RANKING]
+        self._first += spread(candidates, _FROM_RANKING)
         self._taken: set[str] = set()
         self._open: dict[str, optuna.trial.Trial] = {}
         self._kernels = {c.kernel.name: c.kernel for c in candidates}

@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from autoflash.kernels import kernels_for
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import named_target
 from autoflash.tuning.job import Candidate
-from autoflash.tuning.search import Search, ranked
+from autoflash.tuning.search import Search, ranked, spread
 
 H100 = named_target("h100")
 
@@ -55,6 +57,30 @@ def test_ranked_does_not_depend_on_the_order_of_the_space(lab, monkeypatch):
     object.__setattr__(shuffled, "configs", lambda problem, target: configs)
     monkeypatch.setattr(type(lab.kernel), "space", shuffled)
     assert lab.candidates() == expected
+
+
+def choices(candidates):
+    return {(c.kernel.name, *item) for c in candidates for item in c.config.items()}
+
+
+def test_what_is_spread_starts_with_the_first_and_shows_more_choices():
+    problem = Problem.parse({"batch": 4, "heads": 32, "seqlen": 4096, "head_dim": 64})
+    candidates = ranked(kernels_for(problem, H100), problem, H100)
+    found = spread(candidates, 16)
+    assert found[:4] == candidates[:4]
+    assert len({label(c) for c in found}) == 16
+    assert len(choices(found)) > len(choices(candidates[:16]))
+    near = candidates[: len(candidates) // 20]
+    assert choices(found) == choices(near)
+    assert spread(candidates, 16) == found
+
+
+def test_what_is_spread_is_no_more_than_there_is(lab):
+    candidates = lab.candidates()
+    assert spread(candidates, 3) == candidates[:3]
+    assert {label(c) for c in spread(candidates, 16)} == set(map(label, candidates[:16]))
+    assert {label(c) for c in spread(candidates, 100)} == set(map(label, candidates))
+    assert spread([], 16) == []
 
 
 # --- exhausting the space
