@@ -165,53 +165,134 @@ def hear(mail, mail_full, mail_empty, turn):
 
 @gluon.jit
 def rescale(acc, alpha):
-    # acc * alpha, skipped by the warps whose alphas are all one.
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred one, other, any;
-        setp.neu.f32 one, $64, 0f3F800000;
-        setp.neu.or.f32 other, $66, 0f3F800000, one;
-        vote.sync.any.pred any, other, 0xffffffff;
-        @!any bra done;
-        mul.f32 $0, $0, $64;
-        mul.f32 $1, $1, $65;
-        mul.f32 $2, $2, $66;
-        mul.f32 $3, $3, $67;
-        mul.f32 $4, $4, $68;
-        mul.f32 $5, $5, $69;
-        mul.f32 $6, $6, $70;
-        mul.f32 $7, $7, $71;
-        mul.f32 $8, $8, $72;
-        mul.f32 $9, $9, $73;
-        mul.f32 $10, $10, $74;
-        mul.f32 $11, $11, $75;
-        mul.f32 $12, $12, $76;
-        mul.f32 $13, $13, $77;
-        mul.f32 $14, $14, $78;
-        mul.f32 $15, $15, $79;
-        mul.f32 $16, $16, $80;
-        mul.f32 $17, $17, $81;
-        mul.f32 $18, $18, $82;
-        mul.f32 $19, $19, $83;
-        mul.f32 $20, $20, $84;
-        mul.f32 $21, $21, $85;
-        mul.f32 $22, $22, $86;
-        mul.f32 $23, $23, $87;
-        mul.f32 $24, $24, $88;
-        mul.f32 $25, $25, $89;
-        mul.f32 $26, $26, $90;
-        mul.f32 $27, $27, $91;
-        mul.f32 $28, $28, $92;
-        mul.f32 $29, $29, $93;
-        mul.f32 $30, $30, $94;
-        mul.f32 $31, $31, $95;
-        done:
-        }
-        """,
-        "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-        [acc, alpha], gl.float32, False, 32,
-    )
+    # acc * alpha, skipped by the warps whose alphas are all one: one vote for all that a thread
+    # holds of 128 columns.
+    if acc.shape[1] == 64:
+        return gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred one, other, any;
+            setp.neu.f32 one, $64, 0f3F800000;
+            setp.neu.or.f32 other, $66, 0f3F800000, one;
+            vote.sync.any.pred any, other, 0xffffffff;
+            @!any bra done;
+            mul.f32 $0, $0, $64;
+            mul.f32 $1, $1, $65;
+            mul.f32 $2, $2, $66;
+            mul.f32 $3, $3, $67;
+            mul.f32 $4, $4, $68;
+            mul.f32 $5, $5, $69;
+            mul.f32 $6, $6, $70;
+            mul.f32 $7, $7, $71;
+            mul.f32 $8, $8, $72;
+            mul.f32 $9, $9, $73;
+            mul.f32 $10, $10, $74;
+            mul.f32 $11, $11, $75;
+            mul.f32 $12, $12, $76;
+            mul.f32 $13, $13, $77;
+            mul.f32 $14, $14, $78;
+            mul.f32 $15, $15, $79;
+            mul.f32 $16, $16, $80;
+            mul.f32 $17, $17, $81;
+            mul.f32 $18, $18, $82;
+            mul.f32 $19, $19, $83;
+            mul.f32 $20, $20, $84;
+            mul.f32 $21, $21, $85;
+            mul.f32 $22, $22, $86;
+            mul.f32 $23, $23, $87;
+            mul.f32 $24, $24, $88;
+            mul.f32 $25, $25, $89;
+            mul.f32 $26, $26, $90;
+            mul.f32 $27, $27, $91;
+            mul.f32 $28, $28, $92;
+            mul.f32 $29, $29, $93;
+            mul.f32 $30, $30, $94;
+            mul.f32 $31, $31, $95;
+            done:
+            }
+            """,
+            "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [acc, alpha], gl.float32, False, 32,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred one, other, any;
+            setp.neu.f32 one, $128, 0f3F800000;
+            setp.neu.or.f32 other, $130, 0f3F800000, one;
+            vote.sync.any.pred any, other, 0xffffffff;
+            @!any bra done;
+            mul.f32 $0, $0, $128;
+            mul.f32 $1, $1, $129;
+            mul.f32 $2, $2, $130;
+            mul.f32 $3, $3, $131;
+            mul.f32 $4, $4, $132;
+            mul.f32 $5, $5, $133;
+            mul.f32 $6, $6, $134;
+            mul.f32 $7, $7, $135;
+            mul.f32 $8, $8, $136;
+            mul.f32 $9, $9, $137;
+            mul.f32 $10, $10, $138;
+            mul.f32 $11, $11, $139;
+            mul.f32 $12, $12, $140;
+            mul.f32 $13, $13, $141;
+            mul.f32 $14, $14, $142;
+            mul.f32 $15, $15, $143;
+            mul.f32 $16, $16, $144;
+            mul.f32 $17, $17, $145;
+            mul.f32 $18, $18, $146;
+            mul.f32 $19, $19, $147;
+            mul.f32 $20, $20, $148;
+            mul.f32 $21, $21, $149;
+            mul.f32 $22, $22, $150;
+            mul.f32 $23, $23, $151;
+            mul.f32 $24, $24, $152;
+            mul.f32 $25, $25, $153;
+            mul.f32 $26, $26, $154;
+            mul.f32 $27, $27, $155;
+            mul.f32 $28, $28, $156;
+            mul.f32 $29, $29, $157;
+            mul.f32 $30, $30, $158;
+            mul.f32 $31, $31, $159;
+            mul.f32 $32, $32, $160;
+            mul.f32 $33, $33, $161;
+            mul.f32 $34, $34, $162;
+            mul.f32 $35, $35, $163;
+            mul.f32 $36, $36, $164;
+            mul.f32 $37, $37, $165;
+            mul.f32 $38, $38, $166;
+            mul.f32 $39, $39, $167;
+            mul.f32 $40, $40, $168;
+            mul.f32 $41, $41, $169;
+            mul.f32 $42, $42, $170;
+            mul.f32 $43, $43, $171;
+            mul.f32 $44, $44, $172;
+            mul.f32 $45, $45, $173;
+            mul.f32 $46, $46, $174;
+            mul.f32 $47, $47, $175;
+            mul.f32 $48, $48, $176;
+            mul.f32 $49, $49, $177;
+            mul.f32 $50, $50, $178;
+            mul.f32 $51, $51, $179;
+            mul.f32 $52, $52, $180;
+            mul.f32 $53, $53, $181;
+            mul.f32 $54, $54, $182;
+            mul.f32 $55, $55, $183;
+            mul.f32 $56, $56, $184;
+            mul.f32 $57, $57, $185;
+            mul.f32 $58, $58, $186;
+            mul.f32 $59, $59, $187;
+            mul.f32 $60, $60, $188;
+            mul.f32 $61, $61, $189;
+            mul.f32 $62, $62, $190;
+            mul.f32 $63, $63, $191;
+            done:
+            }
+            """,
+            "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36,37,38,39,40,41,42,43,44,45,46,47,48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [acc, alpha], gl.float32, False, 64,
+        )
 
 
 @gluon.jit
@@ -499,6 +580,7 @@ def consume(
 ):
     # The part of consumer c: 64 rows of each tile.
     ROWS: gl.constexpr = 64 // PACK_HEADS
+    MOST_HIDDEN: gl.constexpr = (CONSUMERS - 1 - c) * ROWS // BLOCK_N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -518,6 +600,23 @@ def consume(
             q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.arrive(q_empty.index(c))
 
+        # Blocks that the diagonal hides from all rows of this consumer are only let go.
+        hidden = 0
+        if CAUSAL and MOST_HIDDEN > 0:
+            own_end = gl.minimum(seqlen_k, row + (c + 1) * ROWS + seqlen_k - seqlen_q)
+            hidden = gl.minimum((end - own_end) // BLOCK_N, blocks - 1)
+            for _i in range(hidden):
+                stage = block % STAGES
+                mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
+                if PING_PONG != "none":
+                    mbarrier.wait(turns.index(c), (steps & 1) ^ (c == 0))
+                    mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
+                mbarrier.arrive(free.index(stage))
+                # No phase of a barrier may be passed over, or the next wait is for nothing.
+                mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
+                block += 1
+                steps += 1
+
         # The first block has nothing to overlap with, and always takes the mask.
         stage = block % STAGES
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
@@ -529,7 +628,7 @@ def consume(
             s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(free.index(stage))
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-        start = key_start(0, end, blocks, front, masked, BLOCK_N)
+        start = key_start(hidden, end, blocks, front, masked, BLOCK_N)
         left, right, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, True, RESCALE_ABOVE)
         left = exp2(left, EXP2_BY_FMA)
         right = exp2(right, EXP2_BY_FMA)
@@ -539,7 +638,7 @@ def consume(
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         block += 1
 
-        for i in range(1, masked):
+        for i in range(hidden + 1, masked):
             start = key_start(i, end, blocks, front, masked, BLOCK_N)
             acc, left, right, m_i, l_i = step(
                 q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, steps,
@@ -549,7 +648,7 @@ def consume(
             )
             block += 1
             steps += 1
-        for _i in range(gl.maximum(masked, 1), blocks):
+        for _i in range(gl.maximum(masked, hidden + 1), blocks):
             acc, left, right, m_i, l_i = step(
                 q, acc, left, right, m_i, l_i, zero, limit, 0, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
