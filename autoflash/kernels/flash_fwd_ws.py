@@ -17,6 +17,7 @@ from autoflash.kernels.flash_fwd_ws_space import (
     block_d,
     block_dv,
     consumer_registers,
+    depth,
     group_heads,
     shared_parts,
     tile_count,
@@ -120,6 +121,7 @@ class FlashFwdWs(Kernel):
             "BLOCK_N": config["BLOCK_N"],
             "STAGES": config["STAGES"],
             "BLOCK_D": block_d(problem),
+            "DEPTH": depth(problem),
             "BLOCK_DV": block_dv(problem),
             "HEAD_DIM_V": problem.head_dim_v,
             "PACK_HEADS": config["PACK_HEADS"],
@@ -263,7 +265,8 @@ def _preferred(problem: Problem) -> dict[str, Any]:
         **_HOPPER[wide],
     }
     if wide == 64 and problem.causal and problem.seqlen_q <= _FEW_ROWS:
-        values |= {"CONSUMERS": 2, "PING_PONG": "none", "Q_IN_REGISTERS": True}
+        whole = depth(problem) == block_d(problem)
+        values |= {"CONSUMERS": 2, "PING_PONG": "none", "Q_IN_REGISTERS": whole}
     if problem.seqlen_q < 2 * ROWS:
         # Few rows fill a tile better side by side.
         values["PACK_HEADS"] = max(p for p in (1, 2, 4, 8) if problem.group % p == 0)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autoflash.kernels.flash_fwd_ws_space import (
     ROWS,
-    block_d,
     block_dv,
+    depth,
     group_heads,
     tile_count,
     tile_heads,
@@ -102,8 +102,8 @@ def _step_cycles(problem: Problem, config: Config, target: Target) -> float:
     consumers, keys = config.integer("CONSUMERS"), config.integer("BLOCK_N")
     flops = target.tflops * 1e12 / target.sm_count / (target.clock_ghz * 1e9)
     scores = consumers * ROWS * keys
-    dim, dim_v = block_d(problem), block_dv(problem)
-    matrix = f.matrix * 2 * scores * (dim + dim_v) / flops
+    dim_v = block_dv(problem)
+    matrix = f.matrix * 2 * scores * (depth(problem) + dim_v) / flops
     softmax = scores * (1 / _EXPONENTIALS + f.elementwise / _LANES) + f.row * consumers * ROWS
     if not config["RESCALE_ABOVE"]:
         softmax += f.rescale * consumers * ROWS * dim_v / _LANES

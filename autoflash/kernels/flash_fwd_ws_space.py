@@ -29,6 +29,13 @@ def block_dv(problem: Problem) -> int:
     return max(64, next_power_of_2(problem.head_dim_v))
 
 
+def depth(problem: Problem) -> int:
+    """Columns of q and k that the products go over: those behind are padding. Half of block_d and a
+    power of two, since a slice of shared memory can't have another size."""
+    half = block_d(problem) // 2
+    return half + min(half, max(16, next_power_of_2(problem.head_dim - half)))
+
+
 def consumer_registers(config: Config) -> int:
     """Registers of a consumer's thread: what the loader leaves, in eights."""
     consumers = config.integer("CONSUMERS")
@@ -164,6 +171,13 @@ def _holds_queries(config: Config, problem: Problem, target: Target) -> str | No
     return None
 
 
+def _slices_queries(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["Q_IN_REGISTERS"] and depth(problem) < block_d(problem):
+        return f"of head_dim={problem.head_dim} q is read in slices, which registers don't allow"
+    return None
+
+
 def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     need, have = registers_needed(config, problem), consumer_registers(config)
@@ -287,6 +301,7 @@ SPACE = SearchSpace(
         _advice("keys", _matches_keys, "BLOCK_N"),
         _advice("steps", _steps_wide, "CONSUMERS", "BLOCK_N"),
         _advice("queries", _holds_queries, "Q_IN_REGISTERS"),
+        Constraint(name="slices of q", why_not=_slices_queries, reads=("Q_IN_REGISTERS",)),
         Constraint(
             name="registers",
             why_not=_fits_registers,

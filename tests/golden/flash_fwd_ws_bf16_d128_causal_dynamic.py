@@ -397,7 +397,7 @@ def load(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
     counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
 ):
     # The loader's part: one warp, which starts copies and tells the consumers which tile is next.
     ROWS: gl.constexpr = 64 // PACK_HEADS
@@ -481,6 +481,19 @@ def exponents(
 
 
 @gluon.jit
+def scores(q, k, zero, DEPTH: gl.constexpr):
+    # Starts q k^T over the first DEPTH columns; those behind are padding.
+    WIDTH: gl.constexpr = k.shape[1]
+    if DEPTH == WIDTH:
+        return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    HALF: gl.constexpr = WIDTH // 2
+    left = k.slice(0, HALF, 1).permute((1, 0))
+    right = k.slice(HALF, DEPTH - HALF, 1).permute((1, 0))
+    s = warpgroup_mma(q.slice(0, HALF, 1), left, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(q.slice(HALF, DEPTH - HALF, 1), right, s, is_async=True)
+
+
+@gluon.jit
 def products(left, right, v, acc, P_LAYOUT: gl.constexpr):
     # Starts acc += p v, p in two packed halves.
     KEYS: gl.constexpr = v.shape[0] // 2
@@ -495,7 +508,7 @@ def products(left, right, v, acc, P_LAYOUT: gl.constexpr):
 def step(
     q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, turn,
     k_s, v_s, k_full, v_full, free, scale_log2, c: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, MASKED: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):
@@ -505,7 +518,7 @@ def step(
     v_phase = (before // STAGES) & 1
     stage = block % STAGES
     phase = (block // STAGES) & 1
-    k = matrix(k_s.index(stage)).permute((1, 0))
+    k = matrix(k_s.index(stage))
     v = matrix(v_s.index(v_stage))
     if not OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -515,7 +528,7 @@ def step(
         mbarrier.wait(turns.index(c), (turn & 1) ^ (c == 0))
     if not OVERLAP:
         acc, p_left, p_right = products(left, right, v, acc, P_LAYOUT)
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = scores(q, k, zero, DEPTH)
     if OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc, p_left, p_right = products(left, right, v, acc, P_LAYOUT)
@@ -579,7 +592,7 @@ def consume(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -625,8 +638,7 @@ def consume(
         # The first block has nothing to overlap with, and always takes the mask.
         stage = block % STAGES
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        k = matrix(k_s.index(stage)).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = scores(q, matrix(k_s.index(stage)), zero, DEPTH)
         if Q_IN_REGISTERS:
             s, _q = warpgroup_mma_wait(0, deps=[s, q])
         else:
@@ -648,7 +660,7 @@ def consume(
             acc, left, right, m_i, l_i = step(
                 q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
-                CONSUMERS, STAGES, True, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
+                CONSUMERS, STAGES, DEPTH, True, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
                 EXP2_BY_FMA, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
@@ -657,7 +669,7 @@ def consume(
             acc, left, right, m_i, l_i = step(
                 q, acc, left, right, m_i, l_i, zero, limit, 0, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
-                CONSUMERS, STAGES, False, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
+                CONSUMERS, STAGES, DEPTH, False, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
                 EXP2_BY_FMA, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
@@ -701,7 +713,7 @@ def consume_0(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -709,7 +721,7 @@ def consume_0(
         0, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
         OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
@@ -720,7 +732,7 @@ def consume_1(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -728,7 +740,7 @@ def consume_1(
         1, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
         OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
@@ -739,7 +751,7 @@ def consume_2(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -747,7 +759,7 @@ def consume_2(
         2, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
         OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
@@ -757,7 +769,7 @@ def flash_fwd_ws(
     q_desc, k_desc, v_desc, out_desc, lse_ptr,
     counter, scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
@@ -793,20 +805,20 @@ def flash_fwd_ws(
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
                 counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
     if CONSUMERS == 3:
@@ -815,27 +827,27 @@ def flash_fwd_ws(
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_2, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
                 counter, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])
 
@@ -844,6 +856,7 @@ CONSTEXPRS = {'CONSUMERS': 2,
  'BLOCK_N': 128,
  'STAGES': 2,
  'BLOCK_D': 128,
+ 'DEPTH': 128,
  'BLOCK_DV': 128,
  'HEAD_DIM_V': 128,
  'PACK_HEADS': 1,

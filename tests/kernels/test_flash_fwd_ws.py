@@ -14,6 +14,7 @@ from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.flash_fwd_ws_space import (
     consumer_registers,
+    depth,
     group_heads,
     shared_parts,
     tile_count,
@@ -102,7 +103,14 @@ def test_every_param_reaches_the_kernel_or_its_launch(staging, schedule):
     names = set(kernel_arguments(staging, schedule)[1])
     params = {param.name for param in SPACE.params}
     assert params - names == {"SCHEDULE", "GROUP_MB"}
-    assert names - params == {"BLOCK_D", "BLOCK_DV", "HEAD_DIM_V", "CAUSAL", "CONSUMER_REGISTERS"}
+    assert names - params == {
+        "BLOCK_D",
+        "DEPTH",
+        "BLOCK_DV",
+        "HEAD_DIM_V",
+        "CAUSAL",
+        "CONSUMER_REGISTERS",
+    }
 
 
 @pytest.mark.parametrize("param", SPACE.params, ids=lambda p: p.name)
@@ -259,6 +267,15 @@ def test_heads_side_by_side(changes, values, expected):
     assert group_heads(config, problem_of(**changes)) == expected
 
 
+@pytest.mark.parametrize(
+    ("dim", "columns"),
+    [(8, 48), (40, 48), (56, 64), (64, 64), (72, 80), (96, 96), (104, 128), (128, 128), (160, 160),
+     (192, 192), (200, 256), (256, 256)],
+)  # fmt: skip
+def test_products_go_over_few_columns_of_padding(dim, columns):
+    assert depth(problem_of(head_dim=dim)) == columns
+
+
 # -- constraints -----------------------------------------------------------------------------------
 
 WIDE = {"head_dim": 256, "head_dim_v": 256}
@@ -285,6 +302,7 @@ REJECTED = {
     "keys": [(H100, {"seqlen_k": 64}, {"BLOCK_N": 128}, ["128", "64 keys"])],
     "steps": [(H100, {}, {"BLOCK_N": 64}, ["10 %", "128"])],
     "queries": [(H100, {}, {"Q_IN_REGISTERS": True}, ["6 %"])],
+    "slices of q": [(H100, {"head_dim": 40, "head_dim_v": 40}, {"Q_IN_REGISTERS": True}, ["40"])],
     "registers": [
         (H100, {}, {"CONSUMERS": 3}, ["192", "160"]),
         (H100, WIDE, {"BLOCK_N": 128}, ["256", "240"]),
