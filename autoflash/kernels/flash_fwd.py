@@ -17,6 +17,8 @@ from autoflash.kernels.flash_fwd_space import (
     shared_bytes,
 )
 from autoflash.kernels.kernel import (
+    LOG2_E,
+    TRITON_DTYPES,
     Access,
     Argument,
     Call,
@@ -25,16 +27,15 @@ from autoflash.kernels.kernel import (
     Pointer,
     Variant,
     copy_strides,
+    slug_parts,
     tensor_shape,
+    why_too_long,
 )
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
 from autoflash.target import Target
 
-_TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-_LOG2_E = 1.4426950408889634
 _MAX_GRID = 2**31 - 1
-_MAX_LENGTH = 2**31 - 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,7 @@ class FlashFwdVariant(Variant):
         return {"tma": self.tma}
 
     def slug(self, problem: Problem) -> str:
-        dims = f"d{problem.head_dim}"
-        if problem.head_dim_v != problem.head_dim:
-            dims += f"v{problem.head_dim_v}"
-        parts = [_TRITON_DTYPES[problem.dtype], dims]
-        parts += ["causal"] if problem.causal else []
+        parts = slug_parts(problem)
         parts += ["tma"] if self.tma else []
         return "_".join(parts)
 
@@ -70,10 +67,9 @@ class FlashFwd(Kernel):
             return "float32 is not served on a GPU: use float16 or bfloat16"
         if target.vendor == "nvidia" and target.capability < 80:
             return f"{target.arch} is older than sm_80"
-        # Rounded up to whole tiles, lengths are 32-bit numbers in the kernel.
-        longest = max(problem.seqlen_q, problem.seqlen_k)
-        if longest > _MAX_LENGTH:
-            return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
+        reason = why_too_long(problem)
+        if reason is not None:
+            return reason
         # Even 16-row programs must fit the grid's first dimension.
         if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > _MAX_GRID:
             return f"more than {_MAX_GRID} blocks of 16 query rows: split the batch"
@@ -108,7 +104,7 @@ class FlashFwd(Kernel):
         return options
 
     def signature(self, problem: Problem, config: Config) -> dict[str, str]:
-        dtype = _TRITON_DTYPES[problem.dtype]
+        dtype = TRITON_DTYPES[problem.dtype]
         pointer = f"*{dtype}"
         if config["LOAD"] == "tma":
             blocks = _descriptor_blocks(problem, config)
@@ -135,7 +131,7 @@ class FlashFwd(Kernel):
             arguments += [Pointer(tensor=t) for t in "qkv"]
             arguments += [*strides["q"], *strides["k"]]
         arguments += [*strides["v"], Pointer(tensor="out"), Pointer(tensor="lse")]
-        arguments += [*strides["out"], call.scale * _LOG2_E]
+        arguments += [*strides["out"], call.scale * LOG2_E]
         arguments += [problem.heads, problem.group, problem.batch * problem.heads]
         return [*arguments, problem.seqlen_q, problem.seqlen_k, int(call.write_lse)]
 

@@ -19,12 +19,15 @@ from autoflash.kernels.flash_fwd_ws_space import (
     consumer_registers,
     depth,
     group_heads,
+    most_packed,
     shared_parts,
     tile_count,
     tile_heads,
     why_not_served,
 )
 from autoflash.kernels.kernel import (
+    LOG2_E,
+    TRITON_DTYPES,
     Access,
     Argument,
     Call,
@@ -34,15 +37,14 @@ from autoflash.kernels.kernel import (
     Pointer,
     Variant,
     copy_strides,
+    slug_parts,
     tensor_shape,
+    why_too_long,
 )
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
 from autoflash.target import Target
 
-_TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-_LOG2_E = 1.4426950408889634
-_MAX_LENGTH = 2**31 - 512
 # A tile's number plus that of programs is a 32-bit number.
 _MAX_TILES = 2**30
 
@@ -68,11 +70,7 @@ class FlashFwdWsVariant(Variant):
         }
 
     def slug(self, problem: Problem) -> str:
-        dims = f"d{problem.head_dim}"
-        if problem.head_dim_v != problem.head_dim:
-            dims += f"v{problem.head_dim_v}"
-        parts = [_TRITON_DTYPES[problem.dtype], dims]
-        parts += ["causal"] if problem.causal else []
+        parts = slug_parts(problem)
         parts += ["direct"] if self.direct else []
         return "_".join([*parts, self.schedule])
 
@@ -90,12 +88,9 @@ class FlashFwdWs(Kernel):
     tolerable_spills = 128
 
     def serves(self, problem: Problem, target: Target) -> str | None:
-        reason = why_not_served(problem, target)
+        reason = why_not_served(problem, target) or why_too_long(problem)
         if reason is not None:
             return reason
-        longest = max(problem.seqlen_q, problem.seqlen_k)
-        if longest > _MAX_LENGTH:
-            return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
         # No config has more tiles than the smallest tile leads to.
         if problem.batch * problem.heads * -(-problem.seqlen_q // (2 * ROWS)) > _MAX_TILES:
             return f"more than {_MAX_TILES} tiles of {2 * ROWS} query rows: split the batch"
@@ -111,7 +106,7 @@ class FlashFwdWs(Kernel):
 
     def example(self, problem: Problem) -> Problem:
         # Of the group what any PACK_HEADS may rely on.
-        group = max(p for p in (1, 2, 4, 8) if problem.group % p == 0)
+        group = most_packed(problem)
         fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16 // group}
         return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
 
@@ -143,7 +138,7 @@ class FlashFwdWs(Kernel):
         return {"num_warps": 4}
 
     def signature(self, problem: Problem, config: Config) -> dict[str, str]:
-        dtype = _TRITON_DTYPES[problem.dtype]
+        dtype = TRITON_DTYPES[problem.dtype]
         blocks = _blocks(problem, config)
         kinds = {f"{t}_desc": f"tensordesc<{dtype}{list(blocks[t])}>" for t in "qkv"}
         if config["STAGING"] == "direct":
@@ -165,7 +160,7 @@ class FlashFwdWs(Kernel):
         arguments.append(Pointer(tensor="lse"))
         if config["SCHEDULE"] == "dynamic":
             arguments.append(Counter())
-        arguments += [call.scale * _LOG2_E, problem.heads, problem.group]
+        arguments += [call.scale * LOG2_E, problem.heads, problem.group]
         arguments += [tile_heads(config, problem), group_heads(config, problem)]
         arguments += [problem.seqlen_q, problem.seqlen_k, tile_count(config, problem)]
         return [*arguments, int(call.write_lse)]
@@ -269,7 +264,7 @@ def _preferred(problem: Problem) -> dict[str, Any]:
         values |= {"CONSUMERS": 2, "PING_PONG": "none", "Q_IN_REGISTERS": whole}
     if problem.seqlen_q < 2 * ROWS:
         # Few rows fill a tile better side by side.
-        values["PACK_HEADS"] = max(p for p in (1, 2, 4, 8) if problem.group % p == 0)
+        values["PACK_HEADS"] = most_packed(problem)
     if block_d(problem) != block_dv(problem) and values["STAGING"] == "query":
         values["STAGING"] = "own"
     return values

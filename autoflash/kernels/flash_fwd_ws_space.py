@@ -9,6 +9,7 @@ from autoflash.target import Target
 # Rows of a consumer: what one matrix instruction of a warpgroup computes.
 ROWS = 64
 PERSISTENT = ("persistent", "dynamic")
+_PACKED = (1, 2, 4, 8)
 GROUP_SIZES = (1, 8, 16, 32, 64)
 
 # Registers of a thread times warpgroups that a launch of CONSUMERS is given: the register file
@@ -64,6 +65,11 @@ def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
         "out": rows * block_dv(problem) * size if config["STAGING"] == "own" else 0,
         "barriers": _OTHER_SHARED,
     }
+
+
+def most_packed(problem: Problem) -> int:
+    """The most query heads of a key/value head that fit side by side in a tile."""
+    return max(p for p in _PACKED if problem.group % p == 0)
 
 
 def tile_heads(config: Config, problem: Problem) -> int:
@@ -126,7 +132,7 @@ def _packs_group(config: Config, problem: Problem, target: Target) -> str | None
 def _packs_most(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     packed = config.integer("PACK_HEADS")
-    if 1 < packed < max(p for p in (1, 2, 4, 8) if problem.group % p == 0):
+    if 1 < packed < most_packed(problem):
         return f"PACK_HEADS={packed} is between none and the most, which serve alike or better"
     return None
 
@@ -275,7 +281,7 @@ def _advice(
 SPACE = SearchSpace(
     params=(
         Param(name="CONSUMERS", choices=(2, 3), doc="warpgroups that compute 64 query rows each"),
-        Param(name="PACK_HEADS", choices=(1, 2, 4, 8), doc="query heads side by side in a tile"),
+        Param(name="PACK_HEADS", choices=_PACKED, doc="query heads side by side in a tile"),
         Param(name="BLOCK_N", choices=(64, 128), doc="keys of one step"),
         Param(name="STAGES", choices=(2, 3, 4), doc="depth of the ring of keys and values"),
         Param(name="OVERLAP", choices=(False, True), doc="next scores issued before this P v"),

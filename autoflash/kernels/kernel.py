@@ -90,6 +90,28 @@ def copy_strides(
     return batch, head, row
 
 
+TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+LOG2_E = 1.4426950408889634
+# Rounded up to whole tiles, lengths are 32-bit numbers in the kernels.
+_MAX_LENGTH = 2**31 - 512
+
+
+def why_too_long(problem: Problem) -> str | None:
+    """Why the problem's lengths are more than a kernel can count, or None."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest > _MAX_LENGTH:
+        return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
+    return None
+
+
+def slug_parts(problem: Problem) -> list[str]:
+    """The part of a file's name that the problem gives: dtype, head dims, causal."""
+    dims = f"d{problem.head_dim}"
+    if problem.head_dim_v != problem.head_dim:
+        dims += f"v{problem.head_dim_v}"
+    return [TRITON_DTYPES[problem.dtype], dims, *(["causal"] if problem.causal else [])]
+
+
 class Variant(ABC):
     """All Jinja decisions of a kernel."""
 
