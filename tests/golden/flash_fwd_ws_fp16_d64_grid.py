@@ -615,8 +615,8 @@ def exponents(
     s, m_i, scale_log2, limit, start, MASKED: gl.constexpr, RESCALE_ABOVE: gl.constexpr
 ):
     # Online softmax in base 2 (FlashAttention, algorithm 1): m_i is the maximum of scale_log2 * s
-    # that p is relative to. Returns log2 of p, m_i and the factor by which it shrinks what came
-    # before.
+    # that p is relative to. Returns log2 of p in two halves of columns, m_i and log2 of the factor
+    # by which it shrinks what came before.
     if MASKED:
         s = mask_scores(s, limit, start)
     m_new = gl.maximum(m_i, row_max(s) * scale_log2)
@@ -627,7 +627,8 @@ def exponents(
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
         m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return s * scale_log2 - gl.expand_dims(m_use, 1), m_new, gl.exp2(m_i - m_use)
+    left, right = halves(s * scale_log2 - gl.expand_dims(m_use, 1))
+    return left, right, m_new, gl.exp2(m_i - m_use)
 
 
 @gluon.jit
@@ -643,27 +644,6 @@ def scores(q, k, zero, DEPTH: gl.constexpr):
         s = warpgroup_mma(q.slice(0, HALF, 1), left, zero, use_acc=False, is_async=True)
         s = warpgroup_mma(q.slice(HALF, DEPTH - HALF, 1), right, s, is_async=True)
     return s
-
-
-@gluon.jit
-def first_softmax(
-    q, k, done, scale_log2, limit, start, DEPTH: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
-):
-    # p and m_i of a tile's first keys.
-    KEYS: gl.constexpr = k.shape[0]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    s = scores(q, k, gl.zeros([64, KEYS], gl.float32, S_LAYOUT), DEPTH)
-    if Q_IN_REGISTERS:
-        s, _q = warpgroup_mma_wait(0, deps=[s, q])
-    else:
-        s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(done)
-    m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-    limit = gl.convert_layout(limit, S_ROWS)
-    logs, m_i, _alpha = exponents(s, m_i, scale_log2, limit, start, True, RESCALE_ABOVE)
-    return exp2(logs, EXP2_BY_FMA), m_i
 
 
 @gluon.jit
@@ -718,8 +698,7 @@ def step(
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
     if not OVERLAP:
         mbarrier.arrive(free.index(stage))
-    logs, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, MASKED, RESCALE_ABOVE)
-    left, right = halves(logs)
+    left, right, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, MASKED, RESCALE_ABOVE)
     PART_ROWS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, PART_ROWS), 1)
     left = exp2(left, EXP2_BY_FMA)
@@ -774,14 +753,9 @@ def consume(
     # The part of consumer c: 64 rows of each tile.
     ROWS: gl.constexpr = 64 // PACK_HEADS
     MOST_HIDDEN: gl.constexpr = (CONSUMERS - 1 - c) * ROWS // BLOCK_N
-    # Whether the diagonal hides the right half of the first block that is not hidden.
-    HALF_HIDDEN: gl.constexpr = (
-        CAUSAL and not Q_IN_REGISTERS and (CONSUMERS - 1 - c) * ROWS % BLOCK_N >= BLOCK_N // 2
-    )
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    HALF_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
@@ -800,9 +774,8 @@ def consume(
 
         # Blocks that the diagonal hides from all rows of this consumer are only let go.
         hidden = 0
-        if CAUSAL and c < CONSUMERS - 1:
-            own_end = gl.minimum(seqlen_k, row + (c + 1) * ROWS + seqlen_k - seqlen_q)
         if CAUSAL and MOST_HIDDEN > 0:
+            own_end = gl.minimum(seqlen_k, row + (c + 1) * ROWS + seqlen_k - seqlen_q)
             hidden = gl.minimum((end - own_end) // BLOCK_N, blocks - 1)
             for _i in range(hidden):
                 stage = block % STAGES
@@ -818,29 +791,18 @@ def consume(
 
         # The first block has nothing to overlap with, and always takes the mask.
         stage = block % STAGES
-        start = key_start(hidden, end, blocks, front, masked, BLOCK_N)
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        k = matrix(k_s.index(stage))
-        if HALF_HIDDEN:
-            if own_end - start <= BLOCK_N // 2:
-                left, m_i = first_softmax(
-                    q, k.slice(0, BLOCK_N // 2), free.index(stage), scale_log2, limit, start,
-                    DEPTH, Q_IN_REGISTERS, EXP2_BY_FMA, RESCALE_ABOVE,
-                )
-                right = gl.zeros([64, BLOCK_N // 2], gl.float32, HALF_LAYOUT)
-                m_i = gl.convert_layout(m_i, S_ROWS)
-            else:
-                p, m_i = first_softmax(
-                    q, k, free.index(stage), scale_log2, limit, start,
-                    DEPTH, Q_IN_REGISTERS, EXP2_BY_FMA, RESCALE_ABOVE,
-                )
-                left, right = halves(p)
+        s = scores(q, matrix(k_s.index(stage)), zero, DEPTH)
+        if Q_IN_REGISTERS:
+            s, _q = warpgroup_mma_wait(0, deps=[s, q])
         else:
-            p, m_i = first_softmax(
-                q, k, free.index(stage), scale_log2, limit, start,
-                DEPTH, Q_IN_REGISTERS, EXP2_BY_FMA, RESCALE_ABOVE,
-            )
-            left, right = halves(p)
+            s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(free.index(stage))
+        m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
+        start = key_start(hidden, end, blocks, front, masked, BLOCK_N)
+        left, right, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, True, RESCALE_ABOVE)
+        left = exp2(left, EXP2_BY_FMA)
+        right = exp2(right, EXP2_BY_FMA)
         l_i = partial_sums(left) + partial_sums(right)
         left = pack(left, k_s.dtype)
         right = pack(right, k_s.dtype)
