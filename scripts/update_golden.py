@@ -110,6 +110,11 @@ HOPPER_CASES: Cases = (
         _problem("float16", 72, 40, causal=True),
         {"STAGING": "direct", "SCHEDULE": "dynamic", "LOADER_REGISTERS": 40, "PACK_HEADS": 4},
     ),
+    (
+        _problem("bfloat16", 64, 64, causal=True),
+        {"CONSUMERS": 4, "BLOCK_N": 64, "STAGES": 4, "PING_PONG": "done"},
+    ),
+    (_problem("float16", 256, 256, causal=False), {"BLOCK_N": 64, "STAGING": "half"}),
     (_problem("bfloat16", 192, 128, causal=True), {"BLOCK_N": 64, "SCHEDULE": "grid"}),
     (
         _problem("bfloat16", 256, 256, causal=False),

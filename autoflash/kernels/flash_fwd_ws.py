@@ -17,9 +17,11 @@ from autoflash.kernels.flash_fwd_ws_space import (
     block_d,
     block_dv,
     consumer_registers,
+    depth,
     group_heads,
     most_packed,
     shared_parts,
+    staged_columns,
     tile_count,
     tile_heads,
     why_not_served,
@@ -116,6 +118,7 @@ class FlashFwdWs(OneFunction):
             "BLOCK_N": config["BLOCK_N"],
             "STAGES": config["STAGES"],
             "BLOCK_D": block_d(problem),
+            "DEPTH": depth(problem),
             "BLOCK_DV": block_dv(problem),
             "HEAD_DIM_V": problem.head_dim_v,
             "PACK_HEADS": config["PACK_HEADS"],
@@ -181,6 +184,7 @@ class FlashFwdWs(OneFunction):
         order += ", consumers in turns" if config["PING_PONG"] != "none" else ""
         staging = {
             "own": "through a place of its own",
+            "half": "by halves through a place of its own",
             "query": "through q's place",
             "direct": "from registers",
         }
@@ -194,14 +198,13 @@ class FlashFwdWs(OneFunction):
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
         values = _preferred(problem)
-        found: dict[Config, None] = {}
+        tries = [{**values, **_NARROW_STEPS}] if _gains_by_narrow_steps(problem) else []
         # Each gives up a little more than the one before.
         for change in _DEFAULT_STEPS:
-            values |= change
-            config = _fitted(values, problem, target)
-            if config is not None:
-                found[config] = None
-        return list(found)
+            values = {**values, **change}
+            tries.append(values)
+        fitted = (_fitted(values, problem, target) for values in tries)
+        return list(dict.fromkeys(config for config in fitted if config is not None))
 
     def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
         del problem, config, target
@@ -237,10 +240,17 @@ _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (
 _HOPPER: dict[int, dict[str, Any]] = {
     64: {"CONSUMERS": 3, "BLOCK_N": 128, "STAGES": 3, "STAGING": "own", "PING_PONG": "done"},
     128: {"CONSUMERS": 2, "BLOCK_N": 128, "STAGES": 2, "STAGING": "own", "PING_PONG": "none"},
-    256: {"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 2, "STAGING": "query", "PING_PONG": "none"},
+    256: {"CONSUMERS": 2, "BLOCK_N": 64, "STAGES": 2, "STAGING": "half", "PING_PONG": "none"},
 }
-# Up to so many rows the diagonal costs tiles of 192 rows more than they gain, at 64.
-_FEW_ROWS = 2048
+_NARROW_STEPS: dict[str, Any] = {"CONSUMERS": 4, "BLOCK_N": 64, "STAGES": 4}
+# Up to so many rows.
+_FEW_ROWS = 8192
+
+
+def _gains_by_narrow_steps(problem: Problem) -> bool:
+    """Whether the diagonal hides more of them than they cost, and four consumers have rows."""
+    wide = max(block_d(problem), block_dv(problem))
+    return wide == 64 and problem.causal and 3 * ROWS < problem.seqlen_q <= _FEW_ROWS
 
 
 def _preferred(problem: Problem) -> dict[str, Any]:
@@ -258,12 +268,10 @@ def _preferred(problem: Problem) -> dict[str, Any]:
         "PACK_HEADS": 1,
         **_HOPPER[wide],
     }
-    if wide == 64 and problem.causal and problem.seqlen_q <= _FEW_ROWS:
-        values |= {"CONSUMERS": 2, "PING_PONG": "none", "Q_IN_REGISTERS": True}
     if problem.seqlen_q < 2 * ROWS:
         # Few rows fill a tile better side by side.
         values["PACK_HEADS"] = most_packed(problem)
-    if block_d(problem) != block_dv(problem) and values["STAGING"] == "query":
+    if block_dv(problem) < wide and values["STAGING"] == "half":
         values["STAGING"] = "own"
     return values
 
@@ -280,7 +288,7 @@ def _fitted(values: dict[str, Any], problem: Problem, target: Target) -> Config 
     # The smallest of the sizes that group the same heads.
     sizes = [s for s in GROUP_SIZES if s <= values["GROUP_MB"]]
     for size in sizes:
-        for staging in (values["STAGING"], "own", "query", "direct"):
+        for staging in (values["STAGING"], "own", "half", "query", "direct"):
             config = Config(**{**fitted, "GROUP_MB": size, "STAGING": staging})
             same = group_heads(config, problem) == group_heads(
                 Config(**{**fitted, "GROUP_MB": sizes[-1]}), problem
@@ -299,7 +307,7 @@ def _blocks(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
         "q": (1, 1, *rows, block_d(problem)),
         "k": (1, 1, keys, block_d(problem)),
         "v": (1, 1, keys, block_dv(problem)),
-        "out": (1, 1, *rows, block_dv(problem)),
+        "out": (1, 1, *rows, staged_columns(config, problem) or block_dv(problem)),
     }
 
 

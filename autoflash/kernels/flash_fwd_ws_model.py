@@ -3,7 +3,7 @@
 One program fills an SM. Cycles of one block of keys are counted for the matrix unit and for the
 softmax, of which a part stays in the open, by how many consumers share the SM and whether each
 overlaps its own blocks. The factors were fitted to 237 timings on an H200 (docs/hopper-forward.md),
-which they meet within 4 % in the mean.
+which they meet within 4 % in the mean, those of four consumers and of out in halves to 16 more.
 """
 
 import math
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from autoflash.kernels.flash_fwd_ws_space import (
     ROWS,
-    block_d,
     block_dv,
+    depth,
     group_heads,
+    staged_columns,
     tile_count,
     tile_heads,
 )
@@ -35,11 +36,12 @@ class Factors:
     row: float = 5.0  # cycles per row and step: maxima, sums
     rescale: float = 2.5  # per number of the accumulator, where every step rescales
     step: float = 213.0  # cycles per step: barriers, the first instruction's latency
-    # Share of the softmax that the matrix unit waits for: 2 or 3 consumers, overlapping or not.
+    # Share of the softmax that the matrix unit waits for, by consumers, overlapping or not.
     open_2: float = 0.363
     open_2_serial: float = 0.46
     open_3: float = 0.304
     open_3_serial: float = 0.306
+    open_4: float = 0.235
     q_registers: float = 0.02  # at 64 two consumers gain this
     # What waiting for P v in the middle of a softmax and taking turns gain, with 2 and 3 consumers;
     # the former with 2 consumers above 64 alone.
@@ -72,8 +74,8 @@ def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
     step = _step_cycles(problem, config, target)
     size = DTYPE_BYTES[problem.dtype]
     own = f.tile_row * rows
-    if config["STAGING"] != "own":
-        own += f.staged * rows * block_dv(problem) * size / 32
+    waiting = block_dv(problem) - staged_columns(config, problem)
+    own += f.staged * rows * waiting * size / 32
     if config["SCHEDULE"] == "grid":
         own += f.launch
     if problem.causal:
@@ -102,17 +104,19 @@ def _step_cycles(problem: Problem, config: Config, target: Target) -> float:
     consumers, keys = config.integer("CONSUMERS"), config.integer("BLOCK_N")
     flops = target.tflops * 1e12 / target.sm_count / (target.clock_ghz * 1e9)
     scores = consumers * ROWS * keys
-    dim, dim_v = block_d(problem), block_dv(problem)
-    matrix = f.matrix * 2 * scores * (dim + dim_v) / flops
+    dim_v = block_dv(problem)
+    matrix = f.matrix * 2 * scores * (depth(problem) + dim_v) / flops
     softmax = scores * (1 / _EXPONENTIALS + f.elementwise / _LANES) + f.row * consumers * ROWS
     if not config["RESCALE_ABOVE"]:
         softmax += f.rescale * consumers * ROWS * dim_v / _LANES
     if config["EXP2_BY_FMA"]:
         softmax *= 1 + f.by_fma
-    if consumers == 2:
-        share = f.open_2 if config["OVERLAP"] else f.open_2_serial
-    else:
-        share = f.open_3 if config["OVERLAP"] else f.open_3_serial
+    share = {
+        (2, True): f.open_2,
+        (2, False): f.open_2_serial,
+        (3, True): f.open_3,
+        (3, False): f.open_3_serial,
+    }.get((consumers, bool(config["OVERLAP"])), f.open_4)
     cycles = f.step + matrix + share * softmax
     if config["Q_IN_REGISTERS"] and consumers == 2:
         cycles *= 1 - f.q_registers

@@ -14,7 +14,7 @@ GROUP_SIZES = (1, 8, 16, 32, 64)
 
 # Registers of a thread times warpgroups that a launch of CONSUMERS is given: the register file
 # divided by the threads, rounded down to eights as the hardware does.
-_REGISTER_POOL = {2: 504, 3: 512}
+_REGISTER_POOL = {2: 504, 3: 512, 4: 480}
 # Registers that addresses, row statistics and loop state take beside what is counted; with less,
 # every variant that we compiled spilled more than can be borne.
 _OTHER_REGISTERS = 32
@@ -28,6 +28,13 @@ def block_d(problem: Problem) -> int:
 
 def block_dv(problem: Problem) -> int:
     return max(64, next_power_of_2(problem.head_dim_v))
+
+
+def depth(problem: Problem) -> int:
+    """Columns of q and k that the products go over: those behind are padding. Half of block_d and a
+    power of two, since a slice of shared memory can't have another size."""
+    half = block_d(problem) // 2
+    return half + min(half, max(16, next_power_of_2(problem.head_dim - half)))
 
 
 def consumer_registers(config: Config) -> int:
@@ -46,6 +53,12 @@ def registers_needed(config: Config, problem: Problem) -> int:
     return need + (block_d(problem) // 4 if config["Q_IN_REGISTERS"] else 0)
 
 
+def staged_columns(config: Config, problem: Problem) -> int:
+    """Columns of out that have a place of their own in shared memory."""
+    share = {"own": 1, "half": 2}.get(str(config["STAGING"]))
+    return block_dv(problem) // share if share else 0
+
+
 def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
     """Bytes of shared memory by what they hold."""
     size = DTYPE_BYTES[problem.dtype]
@@ -55,7 +68,7 @@ def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
         "q": rows * block_d(problem) * size,
         "k": ring * block_d(problem) * size,
         "v": ring * block_dv(problem) * size,
-        "out": rows * block_dv(problem) * size if config["STAGING"] == "own" else 0,
+        "out": rows * staged_columns(config, problem) * size,
         "barriers": _OTHER_SHARED,
     }
 
@@ -109,7 +122,7 @@ def _hardware(config: Config, problem: Problem, target: Target) -> str | None:
 def _matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     consumers, packed = config.integer("CONSUMERS"), config.integer("PACK_HEADS")
-    if consumers > 2 and problem.seqlen_q * packed <= 2 * ROWS:
+    if consumers > 2 and problem.seqlen_q * packed <= (consumers - 1) * ROWS:
         return f"{consumers} consumers of {ROWS} rows for {problem.seqlen_q * packed} rows"
     return None
 
@@ -140,7 +153,8 @@ def _matches_keys(config: Config, problem: Problem, target: Target) -> str | Non
 
 def _steps_wide(config: Config, problem: Problem, target: Target) -> str | None:
     del target
-    fits = _widest(problem) <= 64 or config.integer("CONSUMERS") == 2
+    most = 3 if _widest(problem) <= 64 else 2
+    fits = config.integer("CONSUMERS") <= most
     if config["BLOCK_N"] == 64 and problem.seqlen_k > 64 and fits and _widest(problem) <= 128:
         return "steps of 64 keys are 10 % slower than those of 128, for which there is room"
     return None
@@ -148,10 +162,13 @@ def _steps_wide(config: Config, problem: Problem, target: Target) -> str | None:
 
 def _overlaps(config: Config, problem: Problem, target: Target) -> str | None:
     del problem, target
+    consumers = config.integer("CONSUMERS")
+    if consumers == 4 and config["PING_PONG"] != "done":
+        return "four consumers out of turn get in each other's way: 4 to 10 % slower"
     if config["OVERLAP"]:
         return None
-    if config.integer("CONSUMERS") < 3:
-        return "two consumers that don't overlap leave the matrix unit idle: 5 to 13 % slower"
+    if consumers != 3:
+        return f"{consumers} consumers that don't overlap are 4 to 13 % slower"
     if config["PV_WAIT"] != "end":
         return "without overlap P v is waited for together with the scores"
     if config["PING_PONG"] != "done":
@@ -170,6 +187,13 @@ def _holds_queries(config: Config, problem: Problem, target: Target) -> str | No
     return None
 
 
+def _slices_queries(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["Q_IN_REGISTERS"] and depth(problem) < block_d(problem):
+        return f"of head_dim={problem.head_dim} q is read in slices, which registers don't allow"
+    return None
+
+
 def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     need, have = registers_needed(config, problem), consumer_registers(config)
@@ -179,11 +203,20 @@ def _fits_registers(config: Config, problem: Problem, target: Target) -> str | N
 
 
 def _stages_output(config: Config, problem: Problem, target: Target) -> str | None:
-    if config["STAGING"] == "own":
-        return None
-    own = sum(shared_parts(Config(**{**config, "STAGING": "own"}), problem).values())
-    if own <= target.shared_memory:
-        return "out has room of its own, which is 3 % faster"
+    for better in ("own", "half"):
+        if config["STAGING"] == better:
+            return None
+        other = Config(**{**config, "STAGING": better})
+        fits = sum(shared_parts(other, problem).values()) <= target.shared_memory
+        if fits and _halves_output(other, problem, target) is None:
+            return f"out has room of its own (STAGING={better}), which is 2 to 4 % faster"
+    return None
+
+
+def _halves_output(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["STAGING"] == "half" and block_dv(problem) < 128:
+        return f"half of {block_dv(problem)} columns is too narrow to be copied"
     return None
 
 
@@ -245,7 +278,7 @@ def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str
     if _widest(problem) > 64:
         return "above 64 the matrix unit is the bottleneck, not the exponential unit"
     if config["CONSUMERS"] != 2:
-        return "three consumers keep the other units as busy as the exponential unit"
+        return "more than two consumers keep the other units as busy as the exponential unit"
     return None
 
 
@@ -266,7 +299,7 @@ def _advice(
 # Those that much depends on come first: enumeration then drops most beginnings early.
 SPACE = SearchSpace(
     params=(
-        Param(name="CONSUMERS", choices=(2, 3), doc="warpgroups that compute 64 query rows each"),
+        Param(name="CONSUMERS", choices=(2, 3, 4), doc="warpgroups of 64 query rows each"),
         Param(name="PACK_HEADS", choices=_PACKED, doc="query heads side by side in a tile"),
         Param(name="BLOCK_N", choices=(64, 128), doc="keys of one step"),
         Param(name="STAGES", choices=(2, 3, 4), doc="depth of the ring of keys and values"),
@@ -274,7 +307,11 @@ SPACE = SearchSpace(
         Param(name="Q_IN_REGISTERS", choices=(False, True), doc="queries read from registers"),
         Param(name="SCHEDULE", choices=("grid", *PERSISTENT), doc="how programs come by tiles"),
         Param(name="GROUP_MB", choices=GROUP_SIZES, doc="MiB of K and V side by side (L2)"),
-        Param(name="STAGING", choices=("own", "query", "direct"), doc="where out is staged"),
+        Param(
+            name="STAGING",
+            choices=("own", "half", "query", "direct"),
+            doc="where out is staged; half: by halves in a place of its own",
+        ),
         Param(name="PV_WAIT", choices=("middle", "end"), doc="where in a softmax P v is awaited"),
         Param(
             name="PING_PONG",
@@ -293,6 +330,7 @@ SPACE = SearchSpace(
         _advice("keys", _matches_keys, "BLOCK_N"),
         _advice("steps", _steps_wide, "CONSUMERS", "BLOCK_N"),
         _advice("queries", _holds_queries, "Q_IN_REGISTERS"),
+        Constraint(name="slices of q", why_not=_slices_queries, reads=("Q_IN_REGISTERS",)),
         Constraint(
             name="registers",
             why_not=_fits_registers,
@@ -307,6 +345,7 @@ SPACE = SearchSpace(
             reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
         ),
         _advice("staging", _stages_output, "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        Constraint(name="halves of out", why_not=_halves_output, reads=("STAGING",)),
         Constraint(
             name="q's place",
             why_not=_lends_queries,

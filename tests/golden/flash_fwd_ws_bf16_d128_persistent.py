@@ -165,53 +165,278 @@ def hear(mail, mail_full, mail_empty, turn):
 
 @gluon.jit
 def rescale(acc, alpha):
-    # acc * alpha, skipped by the warps whose alphas are all one.
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred one, other, any;
-        setp.neu.f32 one, $64, 0f3F800000;
-        setp.neu.or.f32 other, $66, 0f3F800000, one;
-        vote.sync.any.pred any, other, 0xffffffff;
-        @!any bra done;
-        mul.f32 $0, $0, $64;
-        mul.f32 $1, $1, $65;
-        mul.f32 $2, $2, $66;
-        mul.f32 $3, $3, $67;
-        mul.f32 $4, $4, $68;
-        mul.f32 $5, $5, $69;
-        mul.f32 $6, $6, $70;
-        mul.f32 $7, $7, $71;
-        mul.f32 $8, $8, $72;
-        mul.f32 $9, $9, $73;
-        mul.f32 $10, $10, $74;
-        mul.f32 $11, $11, $75;
-        mul.f32 $12, $12, $76;
-        mul.f32 $13, $13, $77;
-        mul.f32 $14, $14, $78;
-        mul.f32 $15, $15, $79;
-        mul.f32 $16, $16, $80;
-        mul.f32 $17, $17, $81;
-        mul.f32 $18, $18, $82;
-        mul.f32 $19, $19, $83;
-        mul.f32 $20, $20, $84;
-        mul.f32 $21, $21, $85;
-        mul.f32 $22, $22, $86;
-        mul.f32 $23, $23, $87;
-        mul.f32 $24, $24, $88;
-        mul.f32 $25, $25, $89;
-        mul.f32 $26, $26, $90;
-        mul.f32 $27, $27, $91;
-        mul.f32 $28, $28, $92;
-        mul.f32 $29, $29, $93;
-        mul.f32 $30, $30, $94;
-        mul.f32 $31, $31, $95;
-        done:
-        }
-        """,
-        "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
-        [acc, alpha], gl.float32, False, 32,
-    )
+    # acc * alpha, skipped by the warps whose alphas are all one: one vote for all that a thread
+    # holds, since each branch keeps the instructions around it apart.
+    if acc.shape[1] == 64:
+        acc = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred one, other, any;
+            setp.neu.f32 one, $64, 0f3F800000;
+            setp.neu.or.f32 other, $66, 0f3F800000, one;
+            vote.sync.any.pred any, other, 0xffffffff;
+            @!any bra done;
+            mul.f32 $0, $0, $64;
+            mul.f32 $1, $1, $65;
+            mul.f32 $2, $2, $66;
+            mul.f32 $3, $3, $67;
+            mul.f32 $4, $4, $68;
+            mul.f32 $5, $5, $69;
+            mul.f32 $6, $6, $70;
+            mul.f32 $7, $7, $71;
+            mul.f32 $8, $8, $72;
+            mul.f32 $9, $9, $73;
+            mul.f32 $10, $10, $74;
+            mul.f32 $11, $11, $75;
+            mul.f32 $12, $12, $76;
+            mul.f32 $13, $13, $77;
+            mul.f32 $14, $14, $78;
+            mul.f32 $15, $15, $79;
+            mul.f32 $16, $16, $80;
+            mul.f32 $17, $17, $81;
+            mul.f32 $18, $18, $82;
+            mul.f32 $19, $19, $83;
+            mul.f32 $20, $20, $84;
+            mul.f32 $21, $21, $85;
+            mul.f32 $22, $22, $86;
+            mul.f32 $23, $23, $87;
+            mul.f32 $24, $24, $88;
+            mul.f32 $25, $25, $89;
+            mul.f32 $26, $26, $90;
+            mul.f32 $27, $27, $91;
+            mul.f32 $28, $28, $92;
+            mul.f32 $29, $29, $93;
+            mul.f32 $30, $30, $94;
+            mul.f32 $31, $31, $95;
+            done:
+            }
+            """,
+            "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [acc, alpha], gl.float32, False, 32,
+        )
+    if acc.shape[1] == 128:
+        acc = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred one, other, any;
+            setp.neu.f32 one, $128, 0f3F800000;
+            setp.neu.or.f32 other, $130, 0f3F800000, one;
+            vote.sync.any.pred any, other, 0xffffffff;
+            @!any bra done;
+            mul.f32 $0, $0, $128;
+            mul.f32 $1, $1, $129;
+            mul.f32 $2, $2, $130;
+            mul.f32 $3, $3, $131;
+            mul.f32 $4, $4, $132;
+            mul.f32 $5, $5, $133;
+            mul.f32 $6, $6, $134;
+            mul.f32 $7, $7, $135;
+            mul.f32 $8, $8, $136;
+            mul.f32 $9, $9, $137;
+            mul.f32 $10, $10, $138;
+            mul.f32 $11, $11, $139;
+            mul.f32 $12, $12, $140;
+            mul.f32 $13, $13, $141;
+            mul.f32 $14, $14, $142;
+            mul.f32 $15, $15, $143;
+            mul.f32 $16, $16, $144;
+            mul.f32 $17, $17, $145;
+            mul.f32 $18, $18, $146;
+            mul.f32 $19, $19, $147;
+            mul.f32 $20, $20, $148;
+            mul.f32 $21, $21, $149;
+            mul.f32 $22, $22, $150;
+            mul.f32 $23, $23, $151;
+            mul.f32 $24, $24, $152;
+            mul.f32 $25, $25, $153;
+            mul.f32 $26, $26, $154;
+            mul.f32 $27, $27, $155;
+            mul.f32 $28, $28, $156;
+            mul.f32 $29, $29, $157;
+            mul.f32 $30, $30, $158;
+            mul.f32 $31, $31, $159;
+            mul.f32 $32, $32, $160;
+            mul.f32 $33, $33, $161;
+            mul.f32 $34, $34, $162;
+            mul.f32 $35, $35, $163;
+            mul.f32 $36, $36, $164;
+            mul.f32 $37, $37, $165;
+            mul.f32 $38, $38, $166;
+            mul.f32 $39, $39, $167;
+            mul.f32 $40, $40, $168;
+            mul.f32 $41, $41, $169;
+            mul.f32 $42, $42, $170;
+            mul.f32 $43, $43, $171;
+            mul.f32 $44, $44, $172;
+            mul.f32 $45, $45, $173;
+            mul.f32 $46, $46, $174;
+            mul.f32 $47, $47, $175;
+            mul.f32 $48, $48, $176;
+            mul.f32 $49, $49, $177;
+            mul.f32 $50, $50, $178;
+            mul.f32 $51, $51, $179;
+            mul.f32 $52, $52, $180;
+            mul.f32 $53, $53, $181;
+            mul.f32 $54, $54, $182;
+            mul.f32 $55, $55, $183;
+            mul.f32 $56, $56, $184;
+            mul.f32 $57, $57, $185;
+            mul.f32 $58, $58, $186;
+            mul.f32 $59, $59, $187;
+            mul.f32 $60, $60, $188;
+            mul.f32 $61, $61, $189;
+            mul.f32 $62, $62, $190;
+            mul.f32 $63, $63, $191;
+            done:
+            }
+            """,
+            "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36,37,38,39,40,41,42,43,44,45,46,47,48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [acc, alpha], gl.float32, False, 64,
+        )
+    if acc.shape[1] == 256:
+        acc = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred one, other, any;
+            setp.neu.f32 one, $256, 0f3F800000;
+            setp.neu.or.f32 other, $258, 0f3F800000, one;
+            vote.sync.any.pred any, other, 0xffffffff;
+            @!any bra done;
+            mul.f32 $0, $0, $256;
+            mul.f32 $1, $1, $257;
+            mul.f32 $2, $2, $258;
+            mul.f32 $3, $3, $259;
+            mul.f32 $4, $4, $260;
+            mul.f32 $5, $5, $261;
+            mul.f32 $6, $6, $262;
+            mul.f32 $7, $7, $263;
+            mul.f32 $8, $8, $264;
+            mul.f32 $9, $9, $265;
+            mul.f32 $10, $10, $266;
+            mul.f32 $11, $11, $267;
+            mul.f32 $12, $12, $268;
+            mul.f32 $13, $13, $269;
+            mul.f32 $14, $14, $270;
+            mul.f32 $15, $15, $271;
+            mul.f32 $16, $16, $272;
+            mul.f32 $17, $17, $273;
+            mul.f32 $18, $18, $274;
+            mul.f32 $19, $19, $275;
+            mul.f32 $20, $20, $276;
+            mul.f32 $21, $21, $277;
+            mul.f32 $22, $22, $278;
+            mul.f32 $23, $23, $279;
+            mul.f32 $24, $24, $280;
+            mul.f32 $25, $25, $281;
+            mul.f32 $26, $26, $282;
+            mul.f32 $27, $27, $283;
+            mul.f32 $28, $28, $284;
+            mul.f32 $29, $29, $285;
+            mul.f32 $30, $30, $286;
+            mul.f32 $31, $31, $287;
+            mul.f32 $32, $32, $288;
+            mul.f32 $33, $33, $289;
+            mul.f32 $34, $34, $290;
+            mul.f32 $35, $35, $291;
+            mul.f32 $36, $36, $292;
+            mul.f32 $37, $37, $293;
+            mul.f32 $38, $38, $294;
+            mul.f32 $39, $39, $295;
+            mul.f32 $40, $40, $296;
+            mul.f32 $41, $41, $297;
+            mul.f32 $42, $42, $298;
+            mul.f32 $43, $43, $299;
+            mul.f32 $44, $44, $300;
+            mul.f32 $45, $45, $301;
+            mul.f32 $46, $46, $302;
+            mul.f32 $47, $47, $303;
+            mul.f32 $48, $48, $304;
+            mul.f32 $49, $49, $305;
+            mul.f32 $50, $50, $306;
+            mul.f32 $51, $51, $307;
+            mul.f32 $52, $52, $308;
+            mul.f32 $53, $53, $309;
+            mul.f32 $54, $54, $310;
+            mul.f32 $55, $55, $311;
+            mul.f32 $56, $56, $312;
+            mul.f32 $57, $57, $313;
+            mul.f32 $58, $58, $314;
+            mul.f32 $59, $59, $315;
+            mul.f32 $60, $60, $316;
+            mul.f32 $61, $61, $317;
+            mul.f32 $62, $62, $318;
+            mul.f32 $63, $63, $319;
+            mul.f32 $64, $64, $320;
+            mul.f32 $65, $65, $321;
+            mul.f32 $66, $66, $322;
+            mul.f32 $67, $67, $323;
+            mul.f32 $68, $68, $324;
+            mul.f32 $69, $69, $325;
+            mul.f32 $70, $70, $326;
+            mul.f32 $71, $71, $327;
+            mul.f32 $72, $72, $328;
+            mul.f32 $73, $73, $329;
+            mul.f32 $74, $74, $330;
+            mul.f32 $75, $75, $331;
+            mul.f32 $76, $76, $332;
+            mul.f32 $77, $77, $333;
+            mul.f32 $78, $78, $334;
+            mul.f32 $79, $79, $335;
+            mul.f32 $80, $80, $336;
+            mul.f32 $81, $81, $337;
+            mul.f32 $82, $82, $338;
+            mul.f32 $83, $83, $339;
+            mul.f32 $84, $84, $340;
+            mul.f32 $85, $85, $341;
+            mul.f32 $86, $86, $342;
+            mul.f32 $87, $87, $343;
+            mul.f32 $88, $88, $344;
+            mul.f32 $89, $89, $345;
+            mul.f32 $90, $90, $346;
+            mul.f32 $91, $91, $347;
+            mul.f32 $92, $92, $348;
+            mul.f32 $93, $93, $349;
+            mul.f32 $94, $94, $350;
+            mul.f32 $95, $95, $351;
+            mul.f32 $96, $96, $352;
+            mul.f32 $97, $97, $353;
+            mul.f32 $98, $98, $354;
+            mul.f32 $99, $99, $355;
+            mul.f32 $100, $100, $356;
+            mul.f32 $101, $101, $357;
+            mul.f32 $102, $102, $358;
+            mul.f32 $103, $103, $359;
+            mul.f32 $104, $104, $360;
+            mul.f32 $105, $105, $361;
+            mul.f32 $106, $106, $362;
+            mul.f32 $107, $107, $363;
+            mul.f32 $108, $108, $364;
+            mul.f32 $109, $109, $365;
+            mul.f32 $110, $110, $366;
+            mul.f32 $111, $111, $367;
+            mul.f32 $112, $112, $368;
+            mul.f32 $113, $113, $369;
+            mul.f32 $114, $114, $370;
+            mul.f32 $115, $115, $371;
+            mul.f32 $116, $116, $372;
+            mul.f32 $117, $117, $373;
+            mul.f32 $118, $118, $374;
+            mul.f32 $119, $119, $375;
+            mul.f32 $120, $120, $376;
+            mul.f32 $121, $121, $377;
+            mul.f32 $122, $122, $378;
+            mul.f32 $123, $123, $379;
+            mul.f32 $124, $124, $380;
+            mul.f32 $125, $125, $381;
+            mul.f32 $126, $126, $382;
+            mul.f32 $127, $127, $383;
+            done:
+            }
+            """,
+            "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36,37,38,39,40,41,42,43,44,45,46,47,48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63,64,65,66,67,68,69,70,71,72,73,74,75,76,77,78,79,80,81,82,83,84,85,86,87,88,89,90,91,92,93,94,95,96,97,98,99,100,101,102,103,104,105,106,107,108,109,110,111,112,113,114,115,116,117,118,119,120,121,122,123,124,125,126,127,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f",
+            [acc, alpha], gl.float32, False, 128,
+        )
+    return acc
 
 
 @gluon.jit
@@ -310,13 +535,25 @@ def operand(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     else:
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [pairs], gl.float16, True, 2)
 
+@gluon.jit
+def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.constexpr):
+    # Copies acc to out by way of `place`, once what lay there is on its way.
+    tma.store_wait(0)
+    matrix(place).store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    if PACK_HEADS == 1:
+        copy_out(out_desc, [batch, head, row, column], place)
+    else:
+        copy_out(out_desc, [batch, head, row, 0, column], place)
+
 
 @gluon.jit
 def load(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
     heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     # The loader's part: one warp, which starts copies and tells the consumers which tile is next.
     ROWS: gl.constexpr = 64 // PACK_HEADS
@@ -395,6 +632,21 @@ def exponents(
 
 
 @gluon.jit
+def scores(q, k, zero, DEPTH: gl.constexpr):
+    # Starts q k^T over the first DEPTH columns; those behind are padding.
+    WIDTH: gl.constexpr = k.shape[1]
+    if DEPTH == WIDTH:
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = WIDTH // 2
+        left = k.slice(0, HALF, 1).permute((1, 0))
+        right = k.slice(HALF, DEPTH - HALF, 1).permute((1, 0))
+        s = warpgroup_mma(q.slice(0, HALF, 1), left, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q.slice(HALF, DEPTH - HALF, 1), right, s, is_async=True)
+    return s
+
+
+@gluon.jit
 def products(left, right, v, acc, P_LAYOUT: gl.constexpr):
     # Starts acc += p v, p in two packed halves.
     KEYS: gl.constexpr = v.shape[0] // 2
@@ -409,7 +661,7 @@ def products(left, right, v, acc, P_LAYOUT: gl.constexpr):
 def step(
     q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, turn,
     k_s, v_s, k_full, v_full, free, scale_log2, c: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr, MASKED: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):
@@ -419,7 +671,7 @@ def step(
     v_phase = (before // STAGES) & 1
     stage = block % STAGES
     phase = (block // STAGES) & 1
-    k = matrix(k_s.index(stage)).permute((1, 0))
+    k = matrix(k_s.index(stage))
     v = matrix(v_s.index(v_stage))
     if not OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -429,7 +681,7 @@ def step(
         mbarrier.wait(turns.index(c), (turn & 1) ^ (c == 0))
     if not OVERLAP:
         acc, p_left, p_right = products(left, right, v, acc, P_LAYOUT)
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = scores(q, k, zero, DEPTH)
     if OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
         acc, p_left, p_right = products(left, right, v, acc, P_LAYOUT)
@@ -493,12 +745,14 @@ def consume(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
     # The part of consumer c: 64 rows of each tile.
     ROWS: gl.constexpr = 64 // PACK_HEADS
+    MOST_HIDDEN: gl.constexpr = (CONSUMERS - 1 - c) * ROWS // BLOCK_N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -518,18 +772,34 @@ def consume(
             q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.arrive(q_empty.index(c))
 
+        # Blocks that the diagonal hides from all rows of this consumer are only let go.
+        hidden = 0
+        if CAUSAL and MOST_HIDDEN > 0:
+            own_end = gl.minimum(seqlen_k, row + (c + 1) * ROWS + seqlen_k - seqlen_q)
+            hidden = gl.minimum((end - own_end) // BLOCK_N, blocks - 1)
+            for _i in range(hidden):
+                stage = block % STAGES
+                mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
+                if PING_PONG != "none":
+                    mbarrier.wait(turns.index(c), (steps & 1) ^ (c == 0))
+                    mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
+                mbarrier.arrive(free.index(stage))
+                # No phase of a barrier may be passed over, or the next wait is for nothing.
+                mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
+                block += 1
+                steps += 1
+
         # The first block has nothing to overlap with, and always takes the mask.
         stage = block % STAGES
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        k = matrix(k_s.index(stage)).permute((1, 0))
-        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        s = scores(q, matrix(k_s.index(stage)), zero, DEPTH)
         if Q_IN_REGISTERS:
             s, _q = warpgroup_mma_wait(0, deps=[s, q])
         else:
             s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(free.index(stage))
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-        start = key_start(0, end, blocks, front, masked, BLOCK_N)
+        start = key_start(hidden, end, blocks, front, masked, BLOCK_N)
         left, right, m_i, alpha = exponents(s, m_i, scale_log2, limit, start, True, RESCALE_ABOVE)
         left = exp2(left, EXP2_BY_FMA)
         right = exp2(right, EXP2_BY_FMA)
@@ -539,21 +809,21 @@ def consume(
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         block += 1
 
-        for i in range(1, masked):
+        for i in range(hidden + 1, masked):
             start = key_start(i, end, blocks, front, masked, BLOCK_N)
             acc, left, right, m_i, l_i = step(
                 q, acc, left, right, m_i, l_i, zero, limit, start, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
-                CONSUMERS, STAGES, True, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
+                CONSUMERS, STAGES, DEPTH, True, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
                 EXP2_BY_FMA, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
             steps += 1
-        for _i in range(gl.maximum(masked, 1), blocks):
+        for _i in range(gl.maximum(masked, hidden + 1), blocks):
             acc, left, right, m_i, l_i = step(
                 q, acc, left, right, m_i, l_i, zero, limit, 0, block, turns, steps,
                 k_s, v_s, k_full, v_full, free, scale_log2, c,
-                CONSUMERS, STAGES, False, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
+                CONSUMERS, STAGES, DEPTH, False, OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS,
                 EXP2_BY_FMA, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
@@ -576,13 +846,12 @@ def consume(
         gl.store(lse_ptr + lse_head * seqlen_q + position, lse, mask=(position < seqlen_q) & (write_lse != 0))
         acc, _l, _r = warpgroup_mma_wait(0, deps=[acc, p_left, p_right])
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, O_ROWS), 1)
-        tma.store_wait(0)
-        matrix(out_s.index(c)).store(acc.to(k_s.dtype))
-        fence_async_shared()
-        if PACK_HEADS == 1:
-            copy_out(out_desc, [batch, head, row + c * ROWS, 0], out_s.index(c))
+        if STAGING == "half":
+            near, far = halves(acc)
+            put_out(near, out_desc, out_s.index(c), batch, head, row + c * ROWS, 0, PACK_HEADS)
+            put_out(far, out_desc, out_s.index(c), batch, head, row + c * ROWS, BLOCK_DV // 2, PACK_HEADS)
         else:
-            copy_out(out_desc, [batch, head, row + c * ROWS, 0, 0], out_s.index(c))
+            put_out(acc, out_desc, out_s.index(c), batch, head, row + c * ROWS, 0, PACK_HEADS)
         if STAGING == "query":
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(c))
@@ -597,7 +866,8 @@ def consume_0(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -605,7 +875,7 @@ def consume_0(
         0, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
         OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
@@ -616,7 +886,8 @@ def consume_1(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -624,7 +895,7 @@ def consume_1(
         1, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
         OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
@@ -635,7 +906,8 @@ def consume_2(
     q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
 ):
@@ -643,7 +915,27 @@ def consume_2(
         2, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
         q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+        OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+    )
+
+
+@gluon.jit
+def consume_3(
+    out_desc, lse_ptr, q_s, k_s, v_s, out_s,
+    q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
+    scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
+):
+    consume(
+        3, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
+        q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
+        scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+        CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
         OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
     )
 
@@ -653,7 +945,8 @@ def flash_fwd_ws(
     q_desc, k_desc, v_desc, out_desc, lse_ptr,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr,
+    DEPTH: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, PACK_HEADS: gl.constexpr,
+    CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PV_WAIT: gl.constexpr, PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
     STAGING: gl.constexpr, EXP2_BY_FMA: gl.constexpr, RESCALE_ABOVE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
@@ -689,20 +982,20 @@ def flash_fwd_ws(
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
                 heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
     if CONSUMERS == 3:
@@ -711,35 +1004,72 @@ def flash_fwd_ws(
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (consume_2, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
                 q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
                 OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
                 heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
-                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])
+    if CONSUMERS == 4:
+        gl.warp_specialize([
+            (consume_0, (
+                out_desc, lse_ptr, q_s, k_s, v_s, out_s,
+                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
+                scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+            )),
+            (consume_1, (
+                out_desc, lse_ptr, q_s, k_s, v_s, out_s,
+                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
+                scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+            )),
+            (consume_2, (
+                out_desc, lse_ptr, q_s, k_s, v_s, out_s,
+                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
+                scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+            )),
+            (consume_3, (
+                out_desc, lse_ptr, q_s, k_s, v_s, out_s,
+                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns,
+                scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+                OVERLAP, PV_WAIT, PING_PONG, Q_IN_REGISTERS, STAGING, EXP2_BY_FMA, RESCALE_ABOVE,
+            )),
+            (load, (
+                q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
+                heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
+                CONSUMERS, BLOCK_N, STAGES, BLOCK_D, DEPTH, BLOCK_DV, HEAD_DIM_V, PACK_HEADS, CAUSAL,
+            )),
+        ], [4, 4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])
 
 
 CONSTEXPRS = {'CONSUMERS': 2,
  'BLOCK_N': 128,
  'STAGES': 2,
  'BLOCK_D': 128,
+ 'DEPTH': 128,
  'BLOCK_DV': 128,
  'HEAD_DIM_V': 128,
  'PACK_HEADS': 1,

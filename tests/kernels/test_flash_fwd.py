@@ -492,7 +492,8 @@ def test_estimates_grow_with_the_lengths(problem, target):
     lengths = (256, 1024, 4096, 16384, 65536)
     times = [estimate(of_length(length), config, target) for length in lengths]
     assert times == sorted(times)
-    assert times[-1] > 100 * times[0]
+    # Of a single head the longest tile alone takes four times as long.
+    assert times[-1] > 3 * times[-2]
 
 
 @given(problems(), TARGETS)
