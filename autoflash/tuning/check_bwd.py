@@ -10,6 +10,7 @@ from autoflash.kernels.kernel import TENSORS, Call
 from autoflash.problem import Problem
 from autoflash.reference import (
     allowance,
+    attention_backward,
     attention_forward,
     exact_attention,
     exact_gradients,
@@ -74,7 +75,12 @@ def gradient_cases(problem: Problem, device: str = "cuda") -> list[GradientCase]
 def make_gradient_case(
     name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> GradientCase:
-    """A GradientCase; out and LSE are the exact ones, as a forward would have rounded them."""
+    """A GradientCase; out and LSE are the exact ones, as a forward would have rounded them.
+
+    Expected is what fp64 makes of the tensors that the kernel is given, out as it is rounded: where
+    a row attends to one key almost alone, dP - delta is as large as that rounding, and no backward
+    that starts from out can know better. Allowed is what plain PyTorch, which keeps P, gets wrong.
+    """
     options = {"causal": problem.causal, "scale": problem.head_dim**-0.5}
     out, lse = exact_attention(q, k, v, **options)
     exact = exact_gradients(dout, dlse, q, k, v, **options)
@@ -82,7 +88,12 @@ def make_gradient_case(
     inputs = {"q": q, "k": k, "v": v, "out": out.to(q.dtype), "lse": lse.float(), "dout": dout}
     if dlse is not None:
         inputs["dlse"] = dlse
-    return GradientCase(name=name, problem=problem, inputs=inputs, exact=exact, allowed=allowed)
+    wide = {name: x.double() for name, x in inputs.items()}
+    expected = attention_backward(
+        wide["dout"], wide.get("dlse"), wide["q"], wide["k"], wide["v"], wide["out"], wide["lse"],
+        **options,
+    )  # fmt: skip
+    return GradientCase(name=name, problem=problem, inputs=inputs, exact=expected, allowed=allowed)
 
 
 def poisoned(inputs: Tensors) -> Tensors:

@@ -189,7 +189,8 @@ def test_the_constraint_rejects_with_a_reason(name, target, changes, values, wor
 def test_some_config_is_allowed(problem, target):
     assume(KERNEL.serves(problem, target) is None)
     allowed = SPACE.configs(problem, target)
-    assert 0 < len(allowed) < 8000
+    # So many are enumerated in a third of a second.
+    assert 0 < len(allowed) < 10_000
     for config in allowed[:: max(1, len(allowed) // 20)]:
         assert SPACE.why_not(config, problem, target) is None
 
