@@ -79,6 +79,15 @@ _BACKWARD_CONFIG = Config(
     LOAD="pointer",
 )
 
+_HOPPER_BACKWARD_CONFIG = Config(
+    BLOCK_M=64,
+    STAGES=2,
+    DQ_SPLIT="columns",
+    DP_EARLY=False,
+    TURNS=False,
+    GROUP_MB=24,
+)
+
 Cases = tuple[tuple[Problem, dict[str, bool | int | str]], ...]
 
 # (problem, what differs from _CONFIG): every Jinja decision, and each kind of constexpr and option.
@@ -129,6 +138,15 @@ BACKWARD_CASES: Cases = (
 )
 
 
+HOPPER_BACKWARD_CASES: Cases = (
+    (_problem("bfloat16", 128, 128, causal=True, op="bwd"), {}),
+    (
+        _problem("float16", 64, 64, causal=False, op="bwd"),
+        {"BLOCK_M": 128, "DQ_SPLIT": "rows", "TURNS": True, "DP_EARLY": True},
+    ),
+)
+
+
 def render_all() -> dict[str, str]:
     """File name to text of every case."""
     texts: dict[str, str] = {}
@@ -136,6 +154,7 @@ def render_all() -> dict[str, str]:
         ("flash_fwd", _CONFIG, CASES),
         ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES),
         ("flash_bwd", _BACKWARD_CONFIG, BACKWARD_CASES),
+        ("flash_bwd_ws", _HOPPER_BACKWARD_CONFIG, HOPPER_BACKWARD_CASES),
     )
     for kernel, base, cases in kernels:
         for problem, changes in cases:

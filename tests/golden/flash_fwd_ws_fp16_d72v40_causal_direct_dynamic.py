@@ -66,12 +66,12 @@ def exp2(x, BY_FMA: gl.constexpr):
 
 @gluon.jit
 def tile_coords(
-    tile, seqlen_q, heads, n_heads, group_heads, ROWS: gl.constexpr, LONGEST_FIRST: gl.constexpr
+    tile, length, heads, n_heads, group_heads, ROWS: gl.constexpr, LONGEST_FIRST: gl.constexpr
 ):
-    # First row, batch and head of a tile. Heads go in groups whose keys and values stay in L2
-    # together; inside a group the heads of one row block run side by side, and with a causal mask
+    # First row, batch and head of a tile of `length` rows. Heads go in groups whose tensors stay in
+    # L2 together; inside a group the heads of one row block run side by side, and with a causal mask
     # the longest row blocks start first.
-    n_rows = gl.cdiv(seqlen_q, ROWS)
+    n_rows = gl.cdiv(length, ROWS)
     group = tile // (n_rows * group_heads)
     first = group * group_heads
     size = gl.minimum(n_heads - first, group_heads)
@@ -81,6 +81,37 @@ def tile_coords(
     if LONGEST_FIRST:
         row = n_rows - 1 - row
     return row * ROWS, head // heads, head % heads
+
+
+@gluon.jit
+def matrix(buffer):
+    # A copy's 4-D or 5-D block as the matrix that it is.
+    return buffer.reshape([buffer.numel // buffer.shape[buffer.rank - 1], buffer.shape[buffer.rank - 1]])
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def expand(x, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, A), B), C)
+
+
+@gluon.jit
+def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.constexpr):
+    # Copies acc to out by way of `place`, once what lay there is on its way.
+    tma.store_wait(0)
+    matrix(place).store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    if PACK_HEADS == 1:
+        copy_out(out_desc, [batch, head, row, column], place)
+    else:
+        copy_out(out_desc, [batch, head, row, 0, column], place)
 
 
 @gluon.jit
@@ -111,20 +142,6 @@ def key_start(i, end, blocks, front, masked, BLOCK_N: gl.constexpr):
         elif i > front:
             index = i - 1
     return end - (index + 1) * BLOCK_N
-
-
-@gluon.jit
-def matrix(buffer):
-    # A copy's 4-D or 5-D block as the matrix that it is.
-    return buffer.reshape([buffer.numel // buffer.shape[buffer.rank - 1], buffer.shape[buffer.rank - 1]])
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
-    return found
 
 
 @gluon.jit
@@ -461,11 +478,6 @@ def mask_scores(s, limit, start):
 
 
 @gluon.jit
-def expand(x, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
-    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, A), B), C)
-
-
-@gluon.jit
 def row_max(s):
     # In four chains at a time: one alone is all latency.
     parts = s.reshape([s.shape[0], 4, s.shape[1] // 32, 4, 2])
@@ -534,17 +546,6 @@ def operand(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [pairs], gl.bfloat16, True, 2)
     else:
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [pairs], gl.float16, True, 2)
-
-@gluon.jit
-def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.constexpr):
-    # Copies acc to out by way of `place`, once what lay there is on its way.
-    tma.store_wait(0)
-    matrix(place).store(acc.to(out_desc.dtype))
-    fence_async_shared()
-    if PACK_HEADS == 1:
-        copy_out(out_desc, [batch, head, row, column], place)
-    else:
-        copy_out(out_desc, [batch, head, row, 0, column], place)
 
 
 @gluon.jit
