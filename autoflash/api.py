@@ -53,7 +53,7 @@ def attention(
         v: [batch, kv_heads, seqlen_k, head_dim_v] (or bshd). Head dims go from 1 to 256.
         causal: hide key j from row i unless j <= i + seqlen_k - seqlen_q (bottom-right).
         scale: factor of the scores; 1 / sqrt(head_dim) by default.
-        deterministic: the forward always is; accepted for callers that ask.
+        deterministic: forward and backward always are, bit for bit; accepted for callers that ask.
         return_lse: also return the log-sum-exp of each row: [batch, heads, seqlen_q], float32
             (float64 for float64 inputs), natural logarithm.
         layout: "bhsd" or "bshd".
@@ -64,7 +64,8 @@ def attention(
         out, like q but with head_dim_v and heads and rows in memory in q's order; or (out, lse).
         A row that sees no key has out = 0 and lse = -inf.
 
-    Gradients flow to q, k and v, computed by torch from the LSE in blocks of rows.
+    Gradients flow to q, k and v, from out and from the LSE, recomputed in memory O(N); only those
+    that are needed. They can be differentiated once more, which torch does.
 
     Raises:
         InvalidInputError: shapes, dtypes, devices or values that make no attention call.
@@ -179,7 +180,7 @@ def explain(
     from autoflash.codegen.source_cache import emit
 
     target = current_target(q.device)
-    choice = choose(problem, target, access_of(q, k, v, output_like(q, v, "meta"), bshd))
+    choice = choose(problem, target, access_of((q, k, v, output_like(q, v, "meta")), bshd))
     return Explanation(
         problem=problem.label(),
         target=target.name,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -74,6 +75,9 @@ def tune(
     causal: Annotated[
         bool | None, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")
     ] = None,
+    op: Annotated[
+        str | None, typer.Option(help="'fwd' (default), 'bwd', or both: 'fwd,bwd'.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Problems from a YAML or JSON file.")] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="Problems of a Hugging Face model's config.json.")
@@ -92,7 +96,7 @@ def tune(
         "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v,
     }  # fmt: skip
-    problems = _problems(flags, batch, dtype, causal, file, model_config, seqlens)
+    problems = _of_ops(op, _problems(flags, batch, dtype, causal, file, model_config, seqlens))
     from autoflash.tuning.tune import tune as run
 
     listener = ProgressListener(errors, quiet=as_json)
@@ -229,6 +233,16 @@ def _problems(
         return from_model_config(model_config, _split(seqlens), _split(batch), dtype, causal)
     fields = {**given, "batch": _split(batch), "causal": bool(causal)}
     return unique(expand(fields | ({"dtype": dtype} if dtype else {})))
+
+
+def _of_ops(text: str | None, problems: list[Problem]) -> list[Problem]:
+    """Each problem with each op of ``text``; as they are without one (a file may name ops)."""
+    if text is None:
+        return problems
+    if not _split(text):
+        raise InvalidInputError(f"--op {text!r}: must name fwd, bwd or both")
+    found = [replace(problem, op=op) for problem in problems for op in _split(text)]
+    return list(dict.fromkeys(found))
 
 
 def _split(text: str) -> list[str]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoflash.errors import UnsupportedError
 from autoflash.reference import attention_backward, attention_forward
 from autoflash.runtime.dispatch import attention_fwd
+from autoflash.runtime.dispatch_bwd import attention_bwd
 from autoflash.runtime.inputs import check_tensors, lse_shape, output_like
 
 _library = torch.library.Library("autoflash", "DEF")
@@ -18,9 +20,11 @@ _library.define(
     "bool return_lse) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# What isn't needed comes back empty, of shape [0].
 _library.define(
-    "attention_bwd(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "float scale, bool causal, bool bshd) -> (Tensor, Tensor, Tensor)",
+    "attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    "Tensor lse, float scale, bool causal, bool bshd, bool need_dq, bool need_dkv) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -56,30 +60,56 @@ def _attention_fwd_fake(
     return output_like(q, v), lse
 
 
-def attention_bwd(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+def gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, causal: bool, bshd: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the layout of q, by torch; see reference.attention_backward."""
+    """dq, dk, dv in the layout of q, by torch; see reference.attention_backward. Differentiable."""
     dout, q, k, v, out = (x.transpose(1, 2) if bshd else x for x in (dout, q, k, v, out))
     grads = attention_backward(dout, dlse, q, k, v, out, lse, causal=causal, scale=scale)
     dq, dk, dv = (g.transpose(1, 2) if bshd else g for g in grads)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return dq, dk, dv
+
+
+def _attention_bwd_torch(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = gradients(dout, dlse, q, k, v, out, lse, scale, causal, bshd)
+    needed = zip(grads, (q, k, v), (need_dq, need_dkv, need_dkv), strict=True)
+    dq, dk, dv = (output_like(x, x).copy_(g) if need else x.new_empty(0) for g, x, need in needed)
+    return dq, dk, dv
+
+
+def _attention_bwd_cuda(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    arguments = (dout, dlse, q, k, v, out, lse, scale, causal, bshd, need_dq, need_dkv)
+    try:
+        grads = attention_bwd(*arguments)
+    except UnsupportedError:
+        # No kernel serves it: torch does, more slowly.
+        return _attention_bwd_torch(*arguments)
+    dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
+    return dq, dk, dv
 
 
 def _attention_bwd_fake(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, causal: bool, bshd: bool,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     del dout, dlse, out, lse, scale, causal, bshd
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    needed = zip((q, k, v), (need_dq, need_dkv, need_dkv), strict=True)
+    dq, dk, dv = (output_like(x, x) if need else x.new_empty(0) for x, need in needed)
     return dq, dk, dv
 
 
 _library.impl("attention_fwd", _attention_fwd_cuda, "CUDA")
 _library.impl("attention_fwd", _attention_fwd_cpu, "CPU")
 torch.library.register_fake("autoflash::attention_fwd", _attention_fwd_fake, lib=_library)
-_library.impl("attention_bwd", attention_bwd, "CompositeExplicitAutograd")
+_library.impl("attention_bwd", _attention_bwd_cuda, "CUDA")
+_library.impl("attention_bwd", _attention_bwd_torch, "CPU")
 torch.library.register_fake("autoflash::attention_bwd", _attention_bwd_fake, lib=_library)
 
 
@@ -101,7 +131,7 @@ def may_skip_dispatcher(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class DifferentiableAttention(torch.autograd.Function):
-    """attention_fwd with a gradient: recomputed from the LSE in blocks of rows, by torch."""
+    """attention_fwd with a gradient, recomputed from the LSE."""
 
     @staticmethod
     def forward(
@@ -109,16 +139,25 @@ class DifferentiableAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.autoflash.attention_fwd(q, k, v, scale, causal, bshd, True)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
         ctx.options = (scale, causal, bshd)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = (dout, dlse, *ctx.saved_tensors)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        need_dkv = need_dk or need_dv
+        if dout is None:
+            dout = torch.zeros_like(out)
+        tensors = (dout, dlse, q, k, v, out, lse)
         traced = torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
-        if traced or dout.is_meta:
-            grads = torch.ops.autoflash.attention_bwd(*tensors, *ctx.options)
+        if torch.is_grad_enabled() and not traced and not dout.is_meta:
+            # The gradients will be differentiated themselves: plain torch, which can be.
+            dq, dk, dv = gradients(*tensors, *ctx.options)
         else:
-            # Plain torch, so that it can be differentiated once more.
-            grads = attention_bwd(*tensors, *ctx.options)
+            dq, dk, dv = torch.ops.autoflash.attention_bwd(
+                *tensors, *ctx.options, need_dq, need_dkv
+            )
+        grads = (dq if need_dq else None, dk if need_dk else None, dv if need_dv else None)
         return (*grads, None, None, None)

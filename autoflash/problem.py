@@ -11,12 +11,12 @@ MAX_HEAD_DIM = 256
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _SUFFIXES = {"k": 1024, "m": 1024 * 1024}
-_OPS = ("fwd",)
+OPS = ("fwd", "bwd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention call: softmax(scale * q kᵀ) v, by shape and type.
+    """One attention call: softmax(scale * q kᵀ) v, or its gradients (op "bwd"), by shape and type.
 
     q is [batch, heads, seqlen_q, head_dim], k [batch, kv_heads, seqlen_k, head_dim] and
     v [batch, kv_heads, seqlen_k, head_dim_v]. ``causal`` is aligned bottom-right: row i sees key j
@@ -55,8 +55,8 @@ class Problem:
             )
         if not isinstance(self.causal, bool):
             raise InvalidInputError(f"causal={self.causal!r}: must be true or false")
-        if self.op not in _OPS:
-            raise InvalidInputError(f"op={self.op!r}: must be one of {', '.join(_OPS)}")
+        if self.op not in OPS:
+            raise InvalidInputError(f"op={self.op!r}: must be one of {', '.join(OPS)}")
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> "Problem":
@@ -103,8 +103,12 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both products over the visible pairs."""
+        """Floating-point operations of the products over the visible pairs: two forward, five
+        backward (those that must be; a kernel may do some twice)."""
         dims = self.head_dim + self.head_dim_v
+        if self.op == "bwd":
+            # q kᵀ, dS k and dSᵀ q; dout vᵀ and Pᵀ dout.
+            dims = 3 * self.head_dim + 2 * self.head_dim_v
         return 2 * self.batch * self.heads * self.visible_pairs * dims
 
     def tflops(self, ms: float) -> float:
@@ -113,11 +117,14 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that must move at least: q, k and v read once, out and LSE written once."""
+        """Bytes that must move at least: q, k and v read once, out and LSE written once; backward
+        these and dout read once, and three gradients written."""
         size = DTYPE_BYTES[self.dtype]
         dims = self.head_dim + self.head_dim_v
-        q_and_out = self.batch * self.heads * self.seqlen_q * (dims * size + 4)
-        return q_and_out + self.batch * self.kv_heads * self.seqlen_k * dims * size
+        # Backward: q, dq, out, dout beside q, out; k, v, dk, dv beside k, v.
+        row, key = (2 * dims, 2 * dims) if self.op == "bwd" else (dims, dims)
+        rows = self.batch * self.heads * self.seqlen_q * (row * size + 4)
+        return rows + self.batch * self.kv_heads * self.seqlen_k * key * size
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, in their order."""

@@ -98,9 +98,53 @@ def error_allowance(
     """
     if exact is None:
         exact, _ = exact_attention(q, k, v, causal=causal, scale=scale)
-    plain = plain_attention(q, k, v, causal=causal, scale=scale)
-    error = (plain.double() - exact).abs().max().item() if plain.numel() else 0.0
-    return 2 * error + (1e-3 if q.dtype in (torch.float16, torch.bfloat16) else 1e-5)
+    return allowance(plain_attention(q, k, v, causal=causal, scale=scale), exact)
+
+
+def exact_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv in fp64, on the inputs as they are rounded."""
+    out, lse = exact_attention(q, k, v, causal=causal, scale=scale)
+    return attention_backward(
+        dout.double(), None if dlse is None else dlse.double(), q.double(), k.double(), v.double(),
+        out, lse, causal=causal, scale=scale,
+    )  # fmt: skip
+
+
+def plain_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What autograd makes of plain_attention, each step rounded to q's dtype."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        results = [plain_attention(q, k, v, causal=causal, scale=scale)]
+        if dlse is not None:
+            hidden = _hidden(q, k, 0, q.shape[2]) if causal else None
+            results.append(torch.logsumexp(_scores(q, k, scale, hidden), dim=-1))
+    weights = [x.to(q.dtype) for x in (dout, dlse) if x is not None]
+    # A row that sees nothing has NaN on its way to the mask, which drops it.
+    return torch.autograd.grad(results, (q, k, v), weights)
+
+
+def gradient_allowances(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, scale: float, exact: tuple[Tensor, ...],
+) -> list[float]:  # fmt: skip
+    """The accuracy rule for dq, dk and dv, whose fp64 values are ``exact``: see error_allowance."""
+    plain = plain_gradients(dout, dlse, q, k, v, causal=causal, scale=scale)
+    return [allowance(x, y) for x, y in zip(plain, exact, strict=True)]
+
+
+def allowance(plain: Tensor, exact: Tensor) -> float:
+    """Twice the largest error of ``plain``, plus 1e-3 (1e-5 for fp32). Where it overflowed it is no
+    yardstick, and is left out."""
+    error = (plain.double() - exact).abs()
+    error = error[torch.isfinite(error)]
+    most = error.max().item() if error.numel() else 0.0
+    return 2 * most + (1e-3 if plain.dtype in (torch.float16, torch.bfloat16) else 1e-5)
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:

@@ -32,7 +32,9 @@ _CONFIG = Config(
 )
 
 
-def _problem(dtype: str, head_dim: int, head_dim_v: int, *, causal: bool) -> Problem:
+def _problem(
+    dtype: str, head_dim: int, head_dim_v: int, *, causal: bool, op: str = "fwd"
+) -> Problem:
     return Problem(
         batch=2,
         heads=16,
@@ -43,6 +45,7 @@ def _problem(dtype: str, head_dim: int, head_dim_v: int, *, causal: bool) -> Pro
         head_dim_v=head_dim_v,
         dtype=dtype,
         causal=causal,
+        op=op,
     )
 
 
@@ -61,6 +64,19 @@ _HOPPER_CONFIG = Config(
     LOADER_REGISTERS=24,
     EXP2_BY_FMA=0,
     RESCALE_ABOVE=8,
+)
+
+_BACKWARD_CONFIG = Config(
+    DKDV_BLOCK_M=64,
+    DKDV_BLOCK_N=128,
+    DKDV_WARPS=8,
+    DKDV_STAGES=2,
+    DQ_BLOCK_M=128,
+    DQ_BLOCK_N=64,
+    DQ_WARPS=8,
+    DQ_STAGES=3,
+    GROUP_HEADS=1,
+    LOAD="pointer",
 )
 
 Cases = tuple[tuple[Problem, dict[str, bool | int | str]], ...]
@@ -107,10 +123,20 @@ HOPPER_CASES: Cases = (
 )
 
 
+BACKWARD_CASES: Cases = (
+    (_problem("bfloat16", 128, 128, causal=False, op="bwd"), {}),
+    (_problem("float16", 72, 40, causal=True, op="bwd"), {"DKDV_BLOCK_M": 32, "GROUP_HEADS": 8}),
+)
+
+
 def render_all() -> dict[str, str]:
     """File name to text of every case."""
     texts: dict[str, str] = {}
-    kernels = (("flash_fwd", _CONFIG, CASES), ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES))
+    kernels = (
+        ("flash_fwd", _CONFIG, CASES),
+        ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES),
+        ("flash_bwd", _BACKWARD_CONFIG, BACKWARD_CASES),
+    )
     for kernel, base, cases in kernels:
         for problem, changes in cases:
             source = render(KERNELS[kernel], problem, Config(**{**base, **changes}))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,9 @@ def test_tune_prints_json(tuned, kernel_folder):
     assert result["problem"] == PROBLEM.as_dict()
     assert result["target"] == "NVIDIA H100 80GB HBM3"
     assert result["trials"] == {"predicted": 2}
-    assert result["space"] == sum(len(k.space.configs(PROBLEM, H100)) for k in KERNELS.values())
+    assert result["space"] == sum(
+        len(k.space.configs(PROBLEM, H100)) for k in KERNELS.values() if k.op == PROBLEM.op
+    )
     assert (result["resumed"], result["interrupted"]) == (0, False)
     record = result["record"]
     assert (record["kind"], record["kernel"]) == ("predicted", "flash_fwd")
@@ -325,6 +328,36 @@ def test_help():
         assert command in done.out
         assert autoflash(command, "--help").code == 0
     assert autoflash().code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "ops"),
+    [((), ["fwd"]), (("--op", "bwd"), ["bwd"]), (("--op", "fwd,bwd"), ["fwd", "bwd"])],
+)
+def test_tune_takes_ops(monkeypatch, tmp_path, flags, ops):
+    asked = []
+    monkeypatch.setattr(
+        "autoflash.tuning.tune.tune", lambda problems, **others: asked.extend(problems)
+    )
+    assert autoflash("tune", *FLAGS, *flags, "--db", tmp_path / "s.sqlite").code == 0
+    assert asked == [replace(PROBLEM, op=op) for op in ops]
+
+
+@pytest.mark.parametrize("ops", [",", "both", "fwd,both"])
+def test_tune_refuses_other_ops(ops):
+    done = autoflash("tune", *FLAGS, "--op", ops)
+    assert done.code == 2
+    assert "op" in done.err
+
+
+def test_tune_of_the_backward_for_a_gpu_that_is_not_here(tmp_path):
+    done = autoflash(
+        "tune", *FLAGS, "--op", "bwd", "--target", "a100", "--trials", 1, "--budget", 300,
+        "--db", tmp_path / "s.sqlite", "--json",
+    )  # fmt: skip
+    (result,) = done.json
+    assert result["problem"]["op"] == "bwd"
+    assert sum(result["trials"].values()) == 1
 
 
 def test_tune_without_a_gpu_wants_a_target(no_gpu):

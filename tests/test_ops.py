@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoflash import InvalidInputError, UnsupportedError, attention
+from autoflash import InvalidInputError, UnsupportedError, attention, ops
 from autoflash.ops import may_skip_dispatcher
 
 OP = torch.ops.autoflash.attention_fwd.default
@@ -73,14 +73,60 @@ def test_opcheck_dtypes(dtype):
     assert set(results.values()) == {"SUCCESS"}
 
 
+NEEDS = [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+@pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("bshd", [False, True])
 @pytest.mark.parametrize("view", [contiguous, swapped], ids=lambda view: view.__name__)
-def test_opcheck_backward(view, bshd):
+def test_opcheck_backward(view, bshd, with_dlse, needs):
     q, k, v = tensors(view, bshd, rows=33, keys=47, dim=24, dim_v=16)
     out, lse = OP(q, k, v, 0.2, True, bshd, True)
-    arguments = (out.cos(), lse.cos(), q, k, v, out, lse, 0.2, True, bshd)
+    dlse = lse.cos() if with_dlse else None
+    arguments = (out.cos(), dlse, q, k, v, out, lse, 0.2, True, bshd, *needs)
     results = torch.library.opcheck(torch.ops.autoflash.attention_bwd.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_gradients_that_are_not_needed_come_back_empty(needs):
+    q, k, v = tensors(contiguous, False, rows=33, keys=47, dim=24, dim_v=16)
+    out, lse = OP(q, k, v, 0.2, True, False, True)
+    bwd = torch.ops.autoflash.attention_bwd.default
+    arguments = (out.cos(), None, q, k, v, out, lse, 0.2, True, False)
+    every, some = bwd(*arguments, True, True), bwd(*arguments, *needs)
+    for grad, found, need in zip(every, some, (needs[0], needs[1], needs[1]), strict=True):
+        assert torch.equal(found, grad) if need else found.shape == (0,)
+
+
+@pytest.mark.parametrize("leaves", ["q", "k", "v", "qk", "kv", "qv"])
+def test_only_what_asks_for_a_gradient_gets_one(leaves, monkeypatch):
+    asked = []
+    original = ops.attention_backward
+    monkeypatch.setattr(
+        ops, "attention_backward", lambda *a, **o: asked.append(1) or original(*a, **o)
+    )
+    inputs = dict(zip("qkv", tensors(contiguous, False, rows=9, keys=7), strict=True))
+    everything = [x.clone().requires_grad_() for x in inputs.values()]
+    attention(*everything, causal=True).square().sum().backward()
+    for name in leaves:
+        inputs[name].requires_grad_()
+    attention(**inputs, causal=True).square().sum().backward()
+    for (name, x), other in zip(inputs.items(), everything, strict=True):
+        if name in leaves:
+            assert torch.equal(x.grad, other.grad)
+        else:
+            assert x.grad is None
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+def test_gradients_lie_as_their_tensors_do(view):
+    leaves = [x.detach().requires_grad_() for x in tensors(view, False, rows=33, keys=47)]
+    for grad, x in zip(torch.autograd.grad(attention(*leaves).sum(), leaves), leaves, strict=True):
+        assert grad.is_contiguous() == (view is not swapped)
+        assert (grad.stride(1) < grad.stride(2)) == (x.stride(1) < x.stride(2))
 
 
 @pytest.mark.parametrize("sizes", [{"rows": 0}, {"keys": 0}, {"rows": 1, "keys": 1}], ids=str)

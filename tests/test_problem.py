@@ -93,8 +93,8 @@ def test_causal_is_a_bool(causal):
 
 
 def test_unknown_op():
-    with pytest.raises(InvalidInputError, match=r"^op='bwd': must be one of fwd$"):
-        problem(op="bwd")
+    with pytest.raises(InvalidInputError, match=r"^op='both': must be one of fwd, bwd$"):
+        problem(op="both")
 
 
 def test_a_refusal_is_a_value_error_and_ours():
@@ -355,3 +355,31 @@ def test_distance_is_a_metric(one, two, three):
 def test_the_missing_field_is_the_one_left_out():
     with pytest.raises(InvalidInputError, match="'heads' is missing"):
         Problem.parse({"batch": 1, "seqlen": 4, "head_dim": 64})
+
+
+# --- the backward
+
+
+def test_the_backward_takes_five_products_where_the_forward_takes_two():
+    for fields in ({}, {"causal": True}, {"seqlen_q": 7}):
+        forward = problem(**fields, head_dim=64, head_dim_v=64)
+        backward = dataclasses.replace(forward, op="bwd")
+        assert backward.flops * 2 == forward.flops * 5
+    # q k^T, dS k and dS^T q are as deep as head_dim, dout v^T and P^T dout as head_dim_v.
+    pairs = 2 * BASE.batch * BASE.heads * problem(causal=False).visible_pairs
+    assert problem(op="bwd", causal=False, head_dim=100, head_dim_v=1).flops == pairs * 302
+
+
+def test_the_backward_moves_three_gradients_and_dout_more():
+    p = problem(op="bwd", dtype="float16", head_dim=64, head_dim_v=32)
+    rows, keys = p.batch * p.heads * p.seqlen_q, p.batch * p.kv_heads * p.seqlen_k
+    # q, dq; out, dout; the LSE. k, dk; v, dv.
+    assert p.min_bytes == rows * (2 * 64 * 2 + 2 * 32 * 2 + 4) + keys * (2 * 64 * 2 + 2 * 32 * 2)
+
+
+def test_ops_do_not_share_records():
+    forward, backward = problem(), problem(op="bwd")
+    assert backward.label() == forward.label().replace("fwd", "bwd")
+    assert Bucket.of(backward) != Bucket.of(forward)
+    assert Bucket.of(backward).distance(Bucket.of(forward)) is None
+    assert Problem.parse(backward.as_dict()) == backward

@@ -258,3 +258,37 @@ def test_error_allowance(dtype, floor):
 def test_error_allowance_of_nothing_is_the_floor():
     q, k, v = inputs((1, 1, 1, 0, 3, 8, 8), torch.float16)
     assert error_allowance(q, k, v, causal=False, scale=1.0) == 1e-3
+
+
+# --- the accuracy rule for gradients
+
+
+def gradient_inputs(dtype, rows=20, keys=13):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, 4, rows, 8), (2, 2, keys, 8), (2, 2, keys, 16), (2, 4, rows, 16))
+    q, k, v, dout = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    return dout, torch.randn(q.shape[:3], generator=generator), q, k, v
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_and_plain_gradients_agree_but_for_rounding(causal):
+    options = {"causal": causal, "scale": 0.3}
+    inputs = gradient_inputs(torch.float64)
+    exact = reference.exact_gradients(*inputs, **options)
+    for one, other in zip(exact, reference.plain_gradients(*inputs, **options), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    inputs = gradient_inputs(torch.float16)
+    exact = reference.exact_gradients(*inputs, **options)
+    plain = reference.plain_gradients(*inputs, **options)
+    allowed = reference.gradient_allowances(*inputs, **options, exact=exact)
+    for one, other, limit in zip(plain, exact, allowed, strict=True):
+        assert one.dtype == torch.float16
+        error = (one.double() - other).abs().max().item()
+        assert 0 < error < 0.05
+        assert limit == pytest.approx(2 * error + 1e-3)
+
+
+def test_what_overflowed_is_no_yardstick():
+    plain = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float16)
+    exact = torch.tensor([1.5, 1e6, 3.0], dtype=torch.float64)
+    assert reference.allowance(plain, exact) == pytest.approx(1.001)

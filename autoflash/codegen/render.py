@@ -27,12 +27,13 @@ def render(kernel: Kernel, problem: Problem, config: Config) -> Source:
     """The Source of ``config``. The same arguments give the same text, anywhere and at any time."""
     variant = kernel.variant(problem, config)
     slug = f"{kernel.name}_{variant.slug(problem)}"
+    functions = kernel.functions(problem, config)
     context = {
         "slug": slug,
         "version": VERSION,
         "template": kernel.template,
-        "constexprs": _literal(kernel.constexprs(problem, config)),
-        "options": _literal(kernel.options(config)),
+        "constexprs": {f.name: _literal(dict(f.constexprs)) for f in functions},
+        "options": {f.name: _literal(dict(f.options)) for f in functions},
         "problem": _literal(kernel.example(problem).as_dict()),
         "flops": kernel.example(problem).flops,
         **variant.template_context(),

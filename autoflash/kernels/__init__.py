@@ -1,13 +1,16 @@
 """One module per template, same stem; the table of them all."""
 
 from autoflash.errors import UnsupportedError
+from autoflash.kernels.flash_bwd import FlashBwd
 from autoflash.kernels.flash_fwd import FlashFwd
 from autoflash.kernels.flash_fwd_ws import FlashFwdWs
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.target import Target
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (FlashFwd(), FlashFwdWs())}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (FlashFwd(), FlashFwdWs(), FlashBwd())
+}
 
 
 def kernels_for(problem: Problem, target: Target) -> list[Kernel]:

@@ -23,7 +23,7 @@ from autoflash.kernels.kernel import (
     Argument,
     Call,
     Descriptor,
-    Kernel,
+    OneFunction,
     Pointer,
     Variant,
     copy_strides,
@@ -53,13 +53,14 @@ class FlashFwdVariant(Variant):
         return "_".join(parts)
 
 
-class FlashFwd(Kernel):
+class FlashFwd(OneFunction):
     """The declaration of flash_fwd."""
 
     name = "flash_fwd"
     template = "flash_fwd.py.jinja"
     language = "triton"
     op = "fwd"
+    results = frozenset({"out", "lse"})
     space = SPACE
 
     def serves(self, problem: Problem, target: Target) -> str | None:
@@ -133,7 +134,7 @@ class FlashFwd(Kernel):
         arguments += [*strides["v"], Pointer(tensor="out"), Pointer(tensor="lse")]
         arguments += [*strides["out"], call.scale * LOG2_E]
         arguments += [problem.heads, problem.group, problem.batch * problem.heads]
-        return [*arguments, problem.seqlen_q, problem.seqlen_k, int(call.write_lse)]
+        return [*arguments, problem.seqlen_q, problem.seqlen_k, int("lse" in call.given)]
 
     def grid(self, problem: Problem, config: Config, target: Target) -> int:
         del target

@@ -34,7 +34,7 @@ from autoflash.kernels.kernel import (
     Call,
     Counter,
     Descriptor,
-    Kernel,
+    OneFunction,
     Pointer,
     Variant,
     copy_strides,
@@ -76,13 +76,14 @@ class FlashFwdWsVariant(Variant):
         return "_".join([*parts, self.schedule])
 
 
-class FlashFwdWs(Kernel):
+class FlashFwdWs(OneFunction):
     """The declaration of flash_fwd_ws."""
 
     name = "flash_fwd_ws"
     template = "flash_fwd_ws.py.jinja"
     language = "gluon"
     op = "fwd"
+    results = frozenset({"out", "lse"})
     space = SPACE
     # What Triton 3.9 spills of the masked loop at 256 (3.7: 8). Spills that slow the main loop make
     # ptxas serialize the products, which is looked for by itself.
@@ -164,7 +165,7 @@ class FlashFwdWs(Kernel):
         arguments += [call.scale * LOG2_E, problem.heads, problem.group]
         arguments += [tile_heads(config, problem), group_heads(config, problem)]
         arguments += [problem.seqlen_q, problem.seqlen_k, tile_count(config, problem)]
-        return [*arguments, int(call.write_lse)]
+        return [*arguments, int("lse" in call.given)]
 
     def grid(self, problem: Problem, config: Config, target: Target) -> int:
         tiles = tile_count(config, problem)

@@ -1,7 +1,7 @@
 """What every kernel module declares: the contract between templates, tuner and runtime."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,23 +25,31 @@ class Access:
 ALIGNED = Access(aligned=True, tma=True)
 
 
+# The tensors of each op, in the order of the addresses that a launch is given. lse, dlse and the
+# gradients may be left out of a call: their address is then 0.
+TENSORS: dict[str, tuple[str, ...]] = {
+    "fwd": ("q", "k", "v", "out", "lse"),
+    "bwd": ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One launch, but for the pointers: problem, scale, whether the LSE is wanted, strides.
+    """One call, but for the addresses: problem, scale, strides, and the tensors that are ``given``.
 
-    ``strides`` maps 'q', 'k', 'v', 'out' to (batch, head, row) strides in elements; a dimension of
-    size one has stride 0, whatever the tensor says.
+    ``strides`` maps each 4-D tensor to its (batch, head, row) strides in elements; a dimension of
+    size one has stride 0, whatever the tensor says. The others (lse, dlse, scratch) are contiguous.
     """
 
     problem: Problem
     scale: float
     strides: Mapping[str, tuple[int, int, int]]
-    write_lse: bool
+    given: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pointer:
-    """An argument slot that takes the address of the named tensor."""
+    """An argument slot that takes the address of the named tensor, or scratch buffer."""
 
     tensor: str
 
@@ -67,14 +75,45 @@ class Counter:
 Argument = Pointer | Descriptor | Counter | int | float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A contiguous buffer that one function of a call fills and a later one reads: allocated with
+    the call, uninitialised, and of no meaning after it. ``dtype`` is torch's name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """One device function of a kernel's file, as one config has it compiled and launched.
+
+    ``signature`` gives name and Triton type of the arguments before the constexprs, ``bind`` their
+    values or slots; both and ``constexprs`` go in the function's order. ``options`` are Triton's
+    num_warps, num_stages, maxnreg. ``grid`` is the number of programs; of a persistent function,
+    what the target can hold at a time. It is launched for the sake of ``results``: only if one of
+    these tensors is given.
+    """
+
+    name: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Value]
+    options: Mapping[str, int]
+    bind: Callable[[Call], list[Argument]]
+    grid: Callable[[Problem, Target], int]
+    results: frozenset[str]
+
+
 def tensor_shape(tensor: str, problem: Problem) -> tuple[int, int, int, int]:
-    """(batch, heads, rows, dim) of 'q', 'k', 'v' or 'out'."""
-    query = tensor in ("q", "out")
+    """(batch, heads, rows, dim) of a 4-D tensor: a gradient is shaped like its tensor."""
+    name = tensor.removeprefix("d")
+    query = name in ("q", "out")
     return (
         problem.batch,
         problem.heads if query else problem.kv_heads,
         problem.seqlen_q if query else problem.seqlen_k,
-        problem.head_dim_v if tensor in ("v", "out") else problem.head_dim,
+        problem.head_dim_v if name in ("v", "out") else problem.head_dim,
     )
 
 
@@ -125,7 +164,12 @@ class Variant(ABC):
 
 
 class Kernel(ABC):
-    """One named device function, its template, its search space and how it is launched."""
+    """A template with its search space, and how what it renders to is launched.
+
+    A kernel is one file of source with one device function or a chain of them, which are launched
+    in turn. A config tunes the whole chain: it is compiled, checked, timed, stored and served as
+    one, so that no two functions can disagree about what they share.
+    """
 
     name: ClassVar[str]
     template: ClassVar[str]
@@ -149,24 +193,13 @@ class Kernel(ABC):
         """The problem that the emitted file checks and times: ``problem``'s code, fixed sizes."""
 
     @abstractmethod
-    def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:
-        """The constexpr arguments, in the kernel's order."""
+    def functions(self, problem: Problem, config: Config) -> tuple[Function, ...]:
+        """The device functions in the order of their launches, never none."""
 
-    @abstractmethod
-    def options(self, config: Config) -> dict[str, int]:
-        """Launch options of Triton: num_warps, num_stages, maxnreg."""
-
-    @abstractmethod
-    def signature(self, problem: Problem, config: Config) -> dict[str, str]:
-        """Name to Triton type of the arguments before the constexprs, in the kernel's order."""
-
-    @abstractmethod
-    def bind(self, call: Call, config: Config) -> list[Argument]:
-        """Values or slots for the arguments of ``signature``, in its order."""
-
-    @abstractmethod
-    def grid(self, problem: Problem, config: Config, target: Target) -> int:
-        """Number of programs; of a persistent kernel, what ``target`` can hold at a time."""
+    def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
+        """What the functions hand on to each other. The same for all configs."""
+        del problem
+        return ()
 
     @abstractmethod
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
@@ -196,3 +229,42 @@ class Kernel(ABC):
     @abstractmethod
     def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
         """Resident programs per SM, guessed before compiling."""
+
+
+class OneFunction(Kernel):
+    """A kernel of one device function, which bears the kernel's name."""
+
+    results: ClassVar[frozenset[str]]
+
+    def functions(self, problem: Problem, config: Config) -> tuple[Function, ...]:
+        return (
+            Function(
+                name=self.name,
+                signature=self.signature(problem, config),
+                constexprs=self.constexprs(problem, config),
+                options=self.options(config),
+                bind=lambda call: self.bind(call, config),
+                grid=lambda problem, target: self.grid(problem, config, target),
+                results=self.results,
+            ),
+        )
+
+    @abstractmethod
+    def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:
+        """The constexpr arguments, in the kernel's order."""
+
+    @abstractmethod
+    def options(self, config: Config) -> dict[str, int]:
+        """Launch options of Triton: num_warps, num_stages, maxnreg."""
+
+    @abstractmethod
+    def signature(self, problem: Problem, config: Config) -> dict[str, str]:
+        """Name to Triton type of the arguments before the constexprs, in the kernel's order."""
+
+    @abstractmethod
+    def bind(self, call: Call, config: Config) -> list[Argument]:
+        """Values or slots for the arguments of ``signature``, in its order."""
+
+    @abstractmethod
+    def grid(self, problem: Problem, config: Config, target: Target) -> int:
+        """Number of programs; of a persistent kernel, what ``target`` can hold at a time."""

@@ -94,7 +94,8 @@ def tune_command(problem: Problem) -> str:
         f"--seqlen-q {p.seqlen_q} --seqlen-k {p.seqlen_k}",
         f"--head-dim {p.head_dim} --head-dim-v {p.head_dim_v} --dtype {p.dtype}",
     ]
-    return " ".join(parts + (["--causal"] if p.causal else []))
+    parts += ["--causal"] if p.causal else []
+    return " ".join(parts + ([] if p.op == "fwd" else [f"--op {p.op}"]))
 
 
 def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Choice | None, str]:

@@ -6,6 +6,7 @@ that Triton's disk cache answers the second time.
 
 import re
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -16,7 +17,7 @@ from triton.errors import TritonError
 from autoflash.codegen.render import Source, render
 from autoflash.codegen.source_cache import load_device
 from autoflash.errors import CompileError
-from autoflash.kernels.kernel import Access, Kernel
+from autoflash.kernels.kernel import Access, Function, Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target
@@ -36,44 +37,47 @@ def gpu_target(target: Target) -> GPUTarget:
 
 def compile_config(
     kernel: Kernel, problem: Problem, config: Config, access: Access, target: Target
-) -> CompiledKernel:
-    """The binary of ``config``. Raises CompileError with Triton's reason."""
-    return compile_source(render(kernel, problem, config), kernel, problem, config, access, target)
+) -> tuple[CompiledKernel, ...]:
+    """The binaries of ``config``, one for each function. Raises CompileError with the reason."""
+    source = render(kernel, problem, config)
+    functions = kernel.functions(problem, config)
+    return tuple(compile_function(source, kernel, f, access, target) for f in functions)
 
 
-def compile_source(
-    source: Source,
-    kernel: Kernel,
-    problem: Problem,
-    config: Config,
-    access: Access,
-    target: Target,
+def compile_function(
+    source: Source, kernel: Kernel, function: Function, access: Access, target: Target
 ) -> CompiledKernel:
-    """The binary of a Source that is already rendered. Raises CompileError."""
-    function = getattr(load_device(source), kernel.name)
-    signature = kernel.signature(problem, config)
-    constexprs = kernel.constexprs(problem, config)
-    names = list(function.arg_names)
-    source_type, kinds = ASTSource, signature
+    """The binary of one function of a Source. Raises CompileError."""
+    code = getattr(load_device(source), function.name)
+    signature, constexprs = function.signature, function.constexprs
+    names = list(code.arg_names)
+    source_type, kinds = ASTSource, dict(signature)
     if kernel.language == "gluon":
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source_type = GluonASTSource
         kinds = {name: _with_layout(kind) for name, kind in signature.items()}
     ast_source = source_type(
-        function,
+        code,
         kinds | dict.fromkeys(constexprs, "constexpr"),
         {(names.index(name),): value for name, value in constexprs.items()},
         _attributes(signature, names) if access.aligned else {},
     )
+    options = dict(function.options)
     try:
-        return triton.compile(ast_source, target=gpu_target(target), options=kernel.options(config))
+        return triton.compile(ast_source, target=gpu_target(target), options=options)
     # ptxas's crashes and MLIR pass failures arrive as bare RuntimeErrors and process errors.
     except (
         TritonError, RuntimeError, subprocess.SubprocessError, ValueError, IndexError, OSError,
         AssertionError,
     ) as error:  # fmt: skip
-        raise CompileError(f"{source.name} for {target.arch}: {_reason(error)}") from error
+        name = binary_name(source, function)
+        raise CompileError(f"{name} for {target.arch}: {_reason(error)}") from error
+
+
+def binary_name(source: Source, function: Function) -> str:
+    """What messages call the binary of one function: of a chain they name the function too."""
+    return source.name if function.name == source.kernel else f"{source.name}, {function.name}"
 
 
 def _with_layout(kind: str) -> str:
@@ -93,7 +97,7 @@ def _with_layout(kind: str) -> str:
     return f"{kind[:-1]},{layout!r}>"
 
 
-def _attributes(signature: dict[str, str], names: list[str]) -> dict[tuple[int], Any]:
+def _attributes(signature: Mapping[str, str], names: list[str]) -> dict[tuple[int], Any]:
     divisibility = {"*": _POINTER_DIVISIBILITY, "i64": _STRIDE_DIVISIBILITY}
     attributes = {}
     for name, kind in signature.items():

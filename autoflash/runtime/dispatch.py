@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,22 +29,30 @@ from autoflash.runtime.inputs import (
 )
 from autoflash.target import Target, current_target
 
+if TYPE_CHECKING:
+    from autoflash.runtime.launcher import Launcher
+
 logger = logging.getLogger(__name__)
 
 # Plans are small, but a server with free-form lengths would make them without end.
 _MAX_PLANS = 16384
 
+T = TypeVar("T")
+
 _plans: dict[tuple[Any, ...], "Plan"] = {}
-_launchers: dict[tuple[Any, ...], Any] = {}
+# Of every op: what forget() empties.
+_all_plans: list[dict[tuple[Any, ...], Any]] = [_plans]
+_launchers: dict[tuple[Any, ...], "Launcher"] = {}
 _logged: set[tuple[Any, ...]] = set()
-_lock = threading.RLock()
+# One thread at a time: first misses import modules and compile.
+lock = threading.RLock()
 
 
 @dataclass(slots=True)
 class Plan:
     """What a call with a known key needs: where to allocate and what to launch.
 
-    ``run`` is a BoundLauncher, or None when there is nothing to compute (out = 0, LSE = -inf).
+    ``run`` launches the kernel, or is None when there is nothing to compute (out = 0, LSE = -inf).
     """
 
     run: Any
@@ -72,8 +80,7 @@ def attention_fwd(
             # Rows must be contiguous; the last dimension's stride is in the key.
             q, k, v = (x if has_contiguous_rows(x) else x.contiguous() for x in (q, k, v))
             return attention_fwd(q, k, v, scale, causal, bshd, return_lse)
-        # One thread at a time: first misses import modules and compile.
-        with _lock:
+        with lock:
             plan = _plans.get(key) or _plan(key, q, k, v, scale, causal, bshd, return_lse)
     if plan.like_q:
         out = torch.empty_like(q)
@@ -95,9 +102,18 @@ def attention_fwd(
 
 def forget() -> None:
     """Drop every plan, so that the next call looks the records up again (after a tune)."""
-    with _lock:
-        _plans.clear()
+    with lock:
+        for plans in _all_plans:
+            plans.clear()
         _logged.clear()
+
+
+def remember(plans: dict[tuple[Any, ...], T], key: tuple[Any, ...], plan: T) -> T:
+    """Keep ``plan``; a table that is full starts anew."""
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
 
 
 def _plan(
@@ -111,9 +127,12 @@ def _plan(
     with torch.cuda.device(q.device):
         if problem.batch and problem.seqlen_q and problem.seqlen_k:
             target = current_target(q.device)
-            launcher = _launcher_for(problem, target, access_of(q, k, v, out, bshd), q.device.index)
-            strides = all_strides(q, k, v, out, bshd)
-            call = Call(problem=problem, scale=scale, strides=strides, write_lse=return_lse)
+            launcher = launcher_for(
+                problem, target, access_of((q, k, v, out), bshd), q.device.index
+            )
+            strides = all_strides(bshd, q=q, k=k, v=v, out=out)
+            given = frozenset(strides) | ({"lse"} if return_lse else frozenset())
+            call = Call(problem=problem, scale=scale, strides=strides, given=given)
             run = launcher.bind(call)
     plan = Plan(
         run=run,
@@ -123,13 +142,17 @@ def _plan(
         like_q=torch.empty_like(q, device="meta").stride() == out.stride() and out.shape == q.shape,
         lse_shape=lse_shape(q, bshd),
     )
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+    return remember(_plans, key, plan)
 
 
-def _launcher_for(problem: Problem, target: Target, access: Access, device: int) -> Any:
+def plans_of_an_op() -> dict[tuple[Any, ...], Any]:
+    """A new table of plans, which ``forget`` empties too."""
+    _all_plans.append({})
+    return _all_plans[-1]
+
+
+def launcher_for(problem: Problem, target: Target, access: Access, device: int) -> "Launcher":
+    """The best launcher that builds; raises like ``choose``, and CompileError if none does."""
     choice = choose(problem, target, access)
     _log_once(choice, problem, target)
     try:
@@ -147,7 +170,9 @@ def _launcher_for(problem: Problem, target: Target, access: Access, device: int)
     raise failure
 
 
-def _launcher(choice: Choice, problem: Problem, target: Target, access: Access, device: int) -> Any:
+def _launcher(
+    choice: Choice, problem: Problem, target: Target, access: Access, device: int
+) -> "Launcher":
     from autoflash.runtime.launcher import Launcher
 
     static = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)

@@ -1,5 +1,7 @@
 """From tensors to a Problem: what is refused, with the reason, before anything is launched."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:  # noqa:
         raise UnsupportedError(f"{q.dtype} is not served: use float16, bfloat16 or float32")
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bshd: bool) -> Problem:
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bshd: bool, op: str = "fwd"
+) -> Problem:
     """The Problem of a checked call."""
     heads, rows = (2, 1) if bshd else (1, 2)
     dtype = str(q.dtype).removeprefix("torch.")
@@ -66,7 +70,28 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bshd: bool) -> 
         head_dim_v=v.shape[3],
         dtype=dtype if dtype in DTYPE_BYTES else "float32",
         causal=causal,
+        op=op,
     )
+
+
+def check_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, bshd: bool
+) -> None:
+    """Raise InvalidInputError unless these go with a checked q, k, v: dout, out, LSE and its
+    gradient."""
+    shape = (*q.shape[:3], v.shape[3])
+    for name, x in (("dout", dout), ("out", out)):
+        if tuple(x.shape) != shape or x.dtype != q.dtype or x.device != q.device:
+            raise InvalidInputError(
+                f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}: "
+                f"expected {shape} {q.dtype} on {q.device}"
+            )
+    for name, y in (("lse", lse), ("dlse", dlse)):
+        if y is not None and (tuple(y.shape) != lse_shape(q, bshd) or y.device != q.device):
+            raise InvalidInputError(
+                f"{name} is {tuple(y.shape)} on {y.device}: "
+                f"expected {lse_shape(q, bshd)} on {q.device}"
+            )
 
 
 def strides_of(x: Tensor, bshd: bool) -> tuple[int, int, int]:
@@ -79,19 +104,16 @@ def strides_of(x: Tensor, bshd: bool) -> tuple[int, int, int]:
     )
 
 
-def all_strides(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, bshd: bool
-) -> dict[str, tuple[int, int, int]]:
+def all_strides(bshd: bool, **tensors: Tensor) -> dict[str, tuple[int, int, int]]:
     """``strides_of`` each tensor, by the name it has in a Call."""
-    tensors = {"q": q, "k": k, "v": v, "out": out}
     return {name: strides_of(x, bshd) for name, x in tensors.items()}
 
 
-def access_of(q: Tensor, k: Tensor, v: Tensor, out: Tensor, bshd: bool) -> Access:
+def access_of(tensors: Iterable[Tensor], bshd: bool) -> Access:
     """What a variant may assume about where these tensors lie."""
     aligned = True
     tma = True
-    for x in (q, k, v, out):
+    for x in tensors:
         size = x.element_size()
         used = [s for s in strides_of(x, bshd) if s]
         aligned &= x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in used)

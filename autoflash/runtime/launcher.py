@@ -1,7 +1,9 @@
-"""Launcher: a compiled kernel on one device; BoundLauncher: with a call's sizes filled in."""
+"""Launcher: a compiled kernel on one device; BoundFunction: one of its functions with a call's
+sizes filled in."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,32 +13,41 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from autoflash.codegen.render import Source, render
 from autoflash.errors import OutOfResourcesError
 from autoflash.kernels.kernel import (
+    TENSORS,
     Access,
     Argument,
     Call,
     Counter,
     Descriptor,
+    Function,
     Kernel,
     Pointer,
 )
 from autoflash.problem import Problem
 from autoflash.runtime import counters
-from autoflash.runtime.compiler import compile_source
-from autoflash.runtime.triton_launch import AddressOnly, make_encoder, make_launch
+from autoflash.runtime.compiler import binary_name, compile_function
+from autoflash.runtime.triton_launch import (
+    AddressOnly,
+    Encoder,
+    Launch,
+    make_encoder,
+    make_launch,
+)
 from autoflash.space import Config
 from autoflash.target import Target
 
-# Encoded descriptors that one BoundLauncher keeps per tensor; a training loop's allocator hands out
+# Encoded descriptors that one BoundFunction keeps per tensor; a training loop's allocator hands out
 # the same few addresses again and again.
 _MAX_ENCODED = 256
 _ANY_ADDRESS = 1 << 20
 
-TENSORS = ("q", "k", "v", "out", "lse")
-Addresses = tuple[int, int, int, int, int]
+# Of the op's tensors (kernels.kernel.TENSORS), then of the scratch buffers; 0 for one not given.
+Addresses = Sequence[int]
+Bound = Callable[[int, Addresses], None]
 
 
 class Launcher:
-    """A loaded Source, compiled for one config and loaded on the current device.
+    """A loaded Source, its functions compiled for one config and loaded on the current device.
 
     Raises CompileError, or OutOfResourcesError when the device can't hold it.
     """
@@ -48,39 +59,72 @@ class Launcher:
         self.config = config
         self.target = target
         self.source: Source = render(kernel, problem, config)
-        self.compiled = compile_source(self.source, kernel, problem, config, access, target)
+        scratch = (buffer.name for buffer in kernel.scratch(problem))
+        self.tensors = (*TENSORS[kernel.op], *scratch)
+        functions = kernel.functions(problem, config)
+        self.loaded = tuple(Loaded.of(self.source, kernel, f, access, target) for f in functions)
+
+    def bind(self, call: Call) -> Bound:
+        """Fill in everything but the addresses, of those functions whose results ``call`` wants.
+
+        What comes back is called with the stream, the current one, and the addresses.
+        """
+        bound = [
+            BoundFunction(loaded, call, self.tensors, self.target)
+            for loaded in self.loaded
+            if loaded.function.results & call.given
+        ]
+        return bound[0] if len(bound) == 1 else functools.partial(_launch_all, bound)
+
+
+def _launch_all(bound: "Sequence[BoundFunction]", stream: int, addresses: Addresses) -> None:
+    for launch in bound:
+        launch(stream, addresses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A compiled function on a device: its declaration, how it is launched and how its descriptors
+    are encoded."""
+
+    function: Function
+    launch: Launch
+    encode: Encoder
+
+    @classmethod
+    def of(
+        cls, source: Source, kernel: Kernel, function: Function, access: Access, target: Target
+    ) -> "Loaded":
+        """Raises CompileError or OutOfResourcesError."""
+        compiled = compile_function(source, kernel, function, access, target)
         try:
-            self.launch = make_launch(self.compiled)
+            launch = make_launch(compiled)
         except TritonError as error:
-            raise OutOfResourcesError(f"{self.source.name} on {target.name}: {error}") from error
-        self.encode = make_encoder(self.compiled)
-        self.constexprs = tuple(kernel.constexprs(problem, config).values())
-
-    def bind(self, call: Call) -> "BoundLauncher":
-        """Fill in everything but the addresses."""
-        return BoundLauncher(self, call)
+            name = binary_name(source, function)
+            raise OutOfResourcesError(f"{name} on {target.name}: {error}") from error
+        return cls(function=function, launch=launch, encode=make_encoder(compiled))
 
 
-class BoundLauncher:
+class BoundFunction:
     """Call it with addresses: the arguments that don't change are made once."""
 
-    def __init__(self, launcher: Launcher, call: Call) -> None:
-        self.launcher = launcher
-        self._launch = launcher.launch
-        self._programs = launcher.kernel.grid(call.problem, launcher.config, launcher.target)
+    def __init__(self, loaded: Loaded, call: Call, tensors: Sequence[str], target: Target) -> None:
+        self._launch = loaded.launch
+        self._encoder = loaded.encode
+        self._tensors = tensors
+        self._programs = loaded.function.grid(call.problem, target)
         self._dtype = getattr(torch, call.problem.dtype)
         self._template: list[Any] = []
         # (slot, index into the addresses), and the same with a memo: address -> encoded arguments.
         self._pointers: list[tuple[int, int]] = []
         self._descriptors: list[tuple[slice, int, Callable[[int], list[Any]]]] = []
         self._counter: int | None = None
-        for argument in launcher.kernel.bind(call, launcher.config):
+        for argument in loaded.function.bind(call):
             self._add(argument)
-        self._template += launcher.constexprs
+        self._template += loaded.function.constexprs.values()
 
     def __call__(self, stream: int, addresses: Addresses) -> None:
-        """Launch on ``stream``, the current one, with the addresses of q, k, v, out and LSE; the
-        LSE's may be 0."""
+        """Launch on ``stream``, the current one."""
         arguments = self._template.copy()
         for slot, index in self._pointers:
             arguments[slot] = addresses[index]
@@ -94,14 +138,14 @@ class BoundLauncher:
     def _add(self, argument: Argument) -> None:
         start = len(self._template)
         if isinstance(argument, Pointer):
-            self._pointers.append((start, TENSORS.index(argument.tensor)))
+            self._pointers.append((start, self._tensors.index(argument.tensor)))
             self._template.append(None)
         elif isinstance(argument, Descriptor):
             encode = functools.partial(self._encode, argument, len(self._descriptors))
             size = len(encode(_ANY_ADDRESS))
             memo = functools.lru_cache(maxsize=_MAX_ENCODED)(encode)
             slots = slice(start, start + size)
-            self._descriptors.append((slots, TENSORS.index(argument.tensor), memo))
+            self._descriptors.append((slots, self._tensors.index(argument.tensor), memo))
             self._template += [None] * size
         elif isinstance(argument, Counter):
             self._counter = start
@@ -116,4 +160,4 @@ class BoundLauncher:
             list(descriptor.strides),
             list(descriptor.block),
         )
-        return self.launcher.encode(index, host)
+        return self._encoder(index, host)

@@ -10,7 +10,7 @@ from autoflash.kernels.kernel import Call
 from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
 from autoflash.runtime.inputs import all_strides, output_like
-from autoflash.runtime.launcher import Addresses, BoundLauncher, Launcher
+from autoflash.runtime.launcher import Addresses, Bound, Launcher
 
 # Lengths of the ragged checks: not multiples of any tile, more than two of the largest.
 _RAGGED_Q, _RAGGED_K = 333, 589
@@ -31,6 +31,10 @@ class Case:
     lse: Tensor
     allowance: float
 
+    def why_wrong(self, launcher: Launcher) -> str | None:
+        """How the launcher breaks the accuracy rule here, or None."""
+        return why_wrong(launcher, self)
+
 
 def make_inputs(problem: Problem, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Normal q, k and v of ``problem``, bhsd and contiguous."""
@@ -46,8 +50,11 @@ def make_inputs(problem: Problem, device: str, seed: int = 0) -> tuple[Tensor, T
     return q, k, v
 
 
-def check_cases(problem: Problem, device: str = "cuda") -> list[Case]:
-    """Small relatives of ``problem``: same code, ragged lengths, one with inputs of each kind."""
+def hard_inputs(
+    problem: Problem, device: str, batch: int
+) -> list[tuple[str, Problem, tuple[Tensor, Tensor, Tensor]]]:
+    """Small relatives of ``problem``: same code, ragged lengths, one with inputs of each kind, as
+    (name, problem, (q, k, v))."""
     long_q, long_k = min(problem.seqlen_q, _RAGGED_Q), min(problem.seqlen_k, _RAGGED_K)
     lengths = {
         "ragged": (long_q, long_k),
@@ -55,8 +62,8 @@ def check_cases(problem: Problem, device: str = "cuda") -> list[Case]:
         "outlier channels": (long_q, max(1, min(long_k, long_q * 2 // 3))),
         "large logits": (max(1, long_q // 2 + 1), long_k),
     }
-    small = replace(problem, batch=min(problem.batch, 2), heads=2 * problem.group, kv_heads=2)
-    cases = []
+    small = replace(problem, batch=batch, heads=2 * problem.group, kv_heads=2)
+    found = []
     for seed, (name, (rows, keys)) in enumerate(lengths.items()):
         relative = replace(small, seqlen_q=rows, seqlen_k=keys)
         q, k, v = make_inputs(relative, device, seed)
@@ -66,8 +73,14 @@ def check_cases(problem: Problem, device: str = "cuda") -> list[Case]:
         elif name == "large logits":
             q *= 8
             k[..., 0] -= 30
-        cases.append(make_case(name, relative, q, k, v))
-    return cases
+        found.append((name, relative, (q, k, v)))
+    return found
+
+
+def check_cases(problem: Problem, device: str = "cuda") -> list[Case]:
+    """hard_inputs with what is expected of them."""
+    found = hard_inputs(problem, device, batch=min(problem.batch, 2))
+    return [make_case(name, relative, *x) for name, relative, x in found]
 
 
 def make_case(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Case:
@@ -84,7 +97,7 @@ def run_poisoned(launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: 
     """out and LSE of one launch into buffers full of NaN."""
     out = output_like(q, v).fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device)
-    bind(launcher, problem, q, k, v, out)(_stream(), _addresses(q, k, v, out, lse))
+    Repeat(bind(launcher, problem, q, k, v, out), _addresses(q, k, v, out, lse))()
     torch.cuda.synchronize()
     return out, lse
 
@@ -159,28 +172,26 @@ class FullProblem:
 
 
 class Repeat:
-    """A launch with all its arguments."""
+    """A call with all its arguments; ``held`` are tensors that live as long as it does."""
 
-    def __init__(self, bound: BoundLauncher, addresses: Addresses) -> None:
+    def __init__(self, bound: Bound, addresses: Addresses, held: tuple[Tensor, ...] = ()) -> None:
         self._bound = bound
         self._addresses = addresses
+        self._held = held
 
     def __call__(self) -> None:
-        self._bound(_stream(), self._addresses)
+        self._bound(int(torch.cuda.current_stream().cuda_stream), self._addresses)
 
 
 def bind(
     launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-) -> BoundLauncher:
+) -> Bound:
     """``launcher`` for these tensors, LSE written."""
-    strides = all_strides(q, k, v, out, bshd=False)
+    strides = all_strides(False, q=q, k=k, v=v, out=out)
     scale = problem.head_dim**-0.5
-    return launcher.bind(Call(problem=problem, scale=scale, strides=strides, write_lse=True))
+    given = frozenset({*strides, "lse"})
+    return launcher.bind(Call(problem=problem, scale=scale, strides=strides, given=given))
 
 
 def _addresses(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Addresses:
     return (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-
-
-def _stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)

@@ -135,7 +135,8 @@ def predict(
     if reason and not may_spill:
         spilled = Outcome(status=TrialStatus.out_of_resources, reason=reason, resources=resources)
         return make_trial(problem, runner, candidate, spilled)
-    threads = kernel.options(config)["num_warps"] * target.warp_size
+    warps = max(f.options["num_warps"] for f in kernel.functions(problem, config))
+    threads = warps * target.warp_size
     blocks = resources.blocks_per_sm(threads, target)
     predicted = kernel.estimate_ms(problem, config, target, blocks)
     predicted *= 1 + _SPILL_COST * resources.spills

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,19 @@ _RESERVED_SHARED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Bytes of shared memory per program, registers per thread, bytes of spilled registers."""
+    """Bytes of shared memory per program, registers per thread, bytes of spilled registers per
+    thread."""
 
     shared_bytes: int
     registers: int
     spills: int
+
+    @classmethod
+    def most(cls, each: "Iterable[Resources]") -> "Resources":
+        """What a chain of functions takes: of each resource the most that any of them does."""
+        rows = [(r.shared_bytes, r.registers, r.spills) for r in each]
+        shared, registers, spills = map(max, zip(*rows, strict=True))
+        return cls(shared_bytes=shared, registers=registers, spills=spills)
 
     def why_not(self, target: Target) -> str | None:
         """Why the binary can't be loaded on ``target``, or None."""

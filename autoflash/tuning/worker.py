@@ -7,7 +7,7 @@ never imports the user's program. The parent sets the time limits and kills it.
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,12 @@ from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.store.record import TrialStatus
 from autoflash.tuning.job import Candidate, Message, Outcome, study_from_message
-from autoflash.tuning.resources import resources_of, why_serialized
+from autoflash.tuning.resources import Resources, resources_of, why_serialized
 
 if TYPE_CHECKING:
     from autoflash.runtime.launcher import Launcher
     from autoflash.tuning.check import Case, FullProblem
+    from autoflash.tuning.check_bwd import FullGradients, GradientCase
     from autoflash.tuning.measure import Timer
 
 
@@ -47,12 +48,13 @@ def compile_candidate(message: Message) -> Message:
     kernel, config = candidate.kernel, candidate.config
     try:
         compiled = compile_config(kernel, problem, config, ALIGNED, target)
-        resources = resources_of(compiled)
+        resources = Resources.most(map(resources_of, compiled))
         reason = resources.why_not(target)
         if reason is None and kernel.language == "gluon":
             # Its registers are dealt out by hand: more than a few spills, or products that wait
             # for each other, are a mistake and not worth the GPU's time.
-            reason = resources.why_spilled(kernel.tolerable_spills) or why_serialized(compiled)
+            reason = resources.why_spilled(kernel.tolerable_spills)
+            reason = reason or next(filter(None, map(why_serialized, compiled)), None)
     except CompileError as error:
         return Outcome(status=TrialStatus.compile_error, reason=str(error)).to_message()
     status = TrialStatus.ok if reason is None else TrialStatus.out_of_resources
@@ -64,19 +66,14 @@ class Prepared:
     """The problem that is being measured: inputs and expected outputs, made once."""
 
     problem: Problem
-    full: "FullProblem"
-    cases: "list[Case]"
+    full: "FullProblem | FullGradients"
+    cases: "Sequence[Case | GradientCase]"
     timer: "Timer"
 
     def why_wrong(self, launcher: "Launcher") -> str | None:
         """How the launcher breaks the accuracy rule, on any case or at full size."""
-        from autoflash.tuning.check import why_wrong
-
-        for case in self.cases:
-            reason = why_wrong(launcher, case)
-            if reason is not None:
-                return reason
-        return self.full.why_wrong(launcher)
+        reasons = (case.why_wrong(launcher) for case in (*self.cases, self.full))
+        return next(filter(None, reasons), None)
 
 
 class Bench:
@@ -90,15 +87,17 @@ class Bench:
         import torch
 
         from autoflash.tuning.check import FullProblem, check_cases
+        from autoflash.tuning.check_bwd import FullGradients, gradient_cases
         from autoflash.tuning.measure import Timer
 
         if self._prepared is None or self._prepared.problem != problem:
             self._prepared = None
             torch.cuda.empty_cache()
+            backward = problem.op == "bwd"
             self._prepared = Prepared(
                 problem=problem,
-                full=FullProblem(problem),
-                cases=check_cases(problem),
+                full=FullGradients(problem) if backward else FullProblem(problem),
+                cases=gradient_cases(problem) if backward else check_cases(problem),
                 timer=Timer(),
             )
         return self._prepared

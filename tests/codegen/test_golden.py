@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,14 +50,16 @@ def test_every_golden_file_belongs_to_a_case():
 def test_the_golden_cases_hold_every_variant():
     both = (False, True)
     hopper = {name for name in TEXTS if name.startswith("flash_fwd_ws_")}
-    kinds = {("_tma" in name, "_causal" in name) for name in set(TEXTS) - hopper}
+    backward = {name for name in TEXTS if name.startswith("flash_bwd_")}
+    portable = set(TEXTS) - hopper - backward
+    kinds = {("_tma" in name, "_causal" in name) for name in portable}
     assert kinds == {(tma, causal) for tma in both for causal in both}
     kinds = {("_direct" in name, "_dynamic" in name) for name in hopper}
     assert kinds == {(direct, dynamic) for direct in both for dynamic in both}
-    for kernel in (hopper, set(TEXTS) - hopper):
-        assert {n.removeprefix("flash_fwd_ws_").removeprefix("flash_fwd_")[:4] for n in kernel} == {
-            "fp16", "bf16",
-        }  # fmt: skip
+    assert {"_causal" in name for name in backward} == set(both)
+    for kernel in (hopper, portable, backward):
+        names = {re.sub("^flash_(fwd_ws|fwd|bwd)_", "", name) for name in kernel}
+        assert {name[:4] for name in names} == {"fp16", "bf16"}
 
 
 def test_a_changed_source_fails_with_a_diff_and_the_way_out(monkeypatch):

@@ -126,9 +126,11 @@ def test_an_undefined_name_is_an_error():
 def test_a_template_without_one_of_its_names_is_an_error(left_out):
     names = ("slug", "version", "template", "constexprs", "options", "problem", "flops", "tma")
     template = environment().get_template(KERNEL.template)
-    assert template.render(dict.fromkeys(names, "0"))
+    # Those that each function of a kernel has are looked up by its name.
+    values = dict.fromkeys(names, "0") | {name: {KERNEL.name: "0"} for name in names[3:5]}
+    assert template.render(values)
     with pytest.raises(jinja2.UndefinedError, match=left_out):
-        template.render({name: "0" for name in names if name != left_out})
+        template.render({name: values[name] for name in names if name != left_out})
 
 
 def test_all_templates_are_found():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autoflash.codegen.render import render
 from autoflash.errors import ConfigError, UnsupportedError
 from autoflash.kernels import KERNELS, kernels_for
-from autoflash.kernels.kernel import ALIGNED, Access, Call, Descriptor, Pointer
+from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
@@ -135,7 +135,7 @@ CALL = Call(
     problem=PROBLEM,
     scale=0.5,
     strides={"q": (11, 12, 13), "k": (21, 22, 23), "v": (31, 32, 33), "out": (41, 42, 43)},
-    write_lse=True,
+    given=frozenset(TENSORS["fwd"]),
 )
 
 
@@ -170,7 +170,7 @@ def test_bind_puts_each_value_where_its_name_is(load):
 
 @BOTH_LOADS
 def test_write_lse_is_a_flag(load):
-    assert bound(load, dataclasses.replace(CALL, write_lse=False))["write_lse"] == 0
+    assert bound(load, dataclasses.replace(CALL, given=CALL.given - {"lse"}))["write_lse"] == 0
 
 
 @BOTH_LOADS

@@ -19,7 +19,7 @@ from autoflash.kernels.flash_fwd_ws_space import (
     shared_parts,
     tile_count,
 )
-from autoflash.kernels.kernel import ALIGNED, Access, Call, Counter, Descriptor, Pointer
+from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Counter, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
@@ -117,7 +117,7 @@ def test_every_param_reaches_the_kernel_or_its_launch(staging, schedule):
 def test_every_choice_makes_another_launch(param):
     problem = problem_of(heads=256, kv_heads=32, seqlen_k=4096)
     strides = dict.fromkeys(("q", "k", "v", "out"), (1 << 20, 1 << 10, 8))
-    call = Call(problem=problem, scale=1.0, strides=strides, write_lse=True)
+    call = Call(problem=problem, scale=1.0, strides=strides, given=frozenset(TENSORS["fwd"]))
 
     def launch(value):
         config = config_of(**{param.name: value})
@@ -153,7 +153,7 @@ CALL = Call(
     problem=PROBLEM,
     scale=0.5,
     strides={"q": (80, 72, 64), "k": (56, 48, 40), "v": (32, 24, 16), "out": (104, 96, 88)},
-    write_lse=True,
+    given=frozenset(TENSORS["fwd"]),
 )
 
 
@@ -200,7 +200,7 @@ def test_the_kinds_of_the_arguments_are_those_of_the_signature(staging, schedule
 
 
 def test_write_lse_is_a_flag():
-    assert bound(dataclasses.replace(CALL, write_lse=False))["write_lse"] == 0
+    assert bound(dataclasses.replace(CALL, given=CALL.given - {"lse"}))["write_lse"] == 0
 
 
 def test_descriptors_say_shape_strides_and_block():

@@ -22,7 +22,8 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.flash_fwd_ws_space import shared_parts
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
-from autoflash.runtime.compiler import compile_config, compile_source, gpu_target
+from autoflash.runtime import compiler
+from autoflash.runtime.compiler import compile_function, gpu_target
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
 from autoflash.tuning.resources import resources_of, why_serialized
@@ -43,6 +44,12 @@ PROBLEMS = [
         SHAPES, (False, True), (("bfloat16", 1), ("float16", 8))
     )
 ]
+
+
+def compile_config(*arguments):
+    """The one binary of a kernel with one function."""
+    (compiled,) = compiler.compile_config(*arguments)
+    return compiled
 
 
 def cases() -> list[tuple[Problem, Config]]:
@@ -175,6 +182,7 @@ def test_another_dtype_or_alignment_is_another_binary():
     half = dataclasses.replace(PROBLEM, dtype="float16")
     source = render(KERNEL, PROBLEM, config)
     assert ast.parse(source.text)
-    one = compile_source(source, KERNEL, PROBLEM, config, ALIGNED, H100)
+    (function,) = KERNEL.functions(PROBLEM, config)
+    one = compile_function(source, KERNEL, function, ALIGNED, H100)
     two = compile_config(KERNEL, half, config, ALIGNED, H100)
     assert one.hash != two.hash

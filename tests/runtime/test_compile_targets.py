@@ -22,7 +22,8 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.flash_fwd_space import shared_bytes
 from autoflash.kernels.kernel import ALIGNED, Access
 from autoflash.problem import Problem
-from autoflash.runtime.compiler import compile_config, gpu_target
+from autoflash.runtime import compiler
+from autoflash.runtime.compiler import gpu_target
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
 from autoflash.tuning.resources import resources_of
@@ -51,6 +52,12 @@ BUILDS = tuple(
     for load, aligned in (("pointer", True), ("pointer", False), ("tma", True))
     if load == "pointer" or NAMED_TARGETS[name].has_tma
 )
+
+
+def compile_config(*arguments):
+    """The one binary of a kernel with one function."""
+    (compiled,) = compiler.compile_config(*arguments)
+    return compiled
 
 
 @dataclass(frozen=True)

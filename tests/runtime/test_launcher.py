@@ -1,17 +1,16 @@
-"""BoundLauncher and the counters of dynamic schedules: what a launch is given. No GPU is needed."""
+"""BoundFunction and the counters of dynamic schedules: what a launch is given. No GPU is needed."""
 
 import dataclasses
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from autoflash.kernels import KERNELS
-from autoflash.kernels.kernel import Call
+from autoflash.kernels.kernel import TENSORS, Call
 from autoflash.problem import Problem
 from autoflash.runtime import counters
-from autoflash.runtime.launcher import BoundLauncher
+from autoflash.runtime.launcher import BoundFunction, Launcher, Loaded
 from autoflash.space import Config
 from autoflash.target import named_target
 
@@ -57,16 +56,17 @@ def device(monkeypatch):
 class Launches(list):
     """(programs, stream, arguments) of each launch."""
 
-    def bound(self, config: Config = CONFIG, problem: Problem = PROBLEM) -> BoundLauncher:
+    def bound(self, config: Config = CONFIG, problem: Problem = PROBLEM) -> BoundFunction:
         strides = dict.fromkeys(("q", "k", "v", "out"), (2048 * 16 * 128, 2048 * 128, 128))
-        launcher = SimpleNamespace(
-            kernel=KERNEL, config=config, target=H100,
-            constexprs=tuple(KERNEL.constexprs(problem, config).values()),
+        (function,) = KERNEL.functions(problem, config)
+        loaded = Loaded(
+            function=function,
             encode=lambda index, host: [f"map {index}", host.base.address, *host.shape],
             launch=lambda programs, stream, arguments: self.append((programs, stream, arguments)),
-        )  # fmt: skip
-        call = Call(problem=problem, scale=0.5, strides=strides, write_lse=True)
-        return BoundLauncher(launcher, call)
+        )
+        given = frozenset(TENSORS["fwd"])
+        call = Call(problem=problem, scale=0.5, strides=strides, given=given)
+        return BoundFunction(loaded, call, TENSORS["fwd"], H100)
 
 
 @pytest.fixture
@@ -200,3 +200,76 @@ def test_a_counter_that_can_not_be_made_is_asked_for_again(device, monkeypatch):
             counters.counter(7)
     held, address = counters.counter(7)
     assert (held, address) == (None, device.made[0].data_ptr())
+
+
+# -- chains ----------------------------------------------------------------------------------------
+
+
+class Chain:
+    """flash_bwd as a Launcher, but for the GPU."""
+
+    kernel = KERNELS["flash_bwd"]
+    problem = dataclasses.replace(PROBLEM, op="bwd")
+    config = kernel.default(problem, H100)
+
+    def __init__(self):
+        self.launches = []
+        self.launcher = object.__new__(Launcher)
+        self.launcher.kernel, self.launcher.target = self.kernel, H100
+        self.launcher.tensors = (*TENSORS["bwd"], "delta")
+        self.launcher.loaded = tuple(
+            Loaded(function=f, launch=self.launch_of(f.name), encode=None)
+            for f in self.kernel.functions(self.problem, self.config)
+        )
+
+    def launch_of(self, name):
+        return lambda programs, stream, arguments: self.launches.append(
+            (name, programs, stream, arguments)
+        )
+
+    def run(self, *results, dlse=False):
+        """The launches of one call that wants ``results``."""
+        tensors = {"q", "k", "v", "out", "dout", *results}
+        strides = dict.fromkeys(tensors, (2048 * 16 * 128, 2048 * 128, 128))
+        given = frozenset({"lse", *tensors, *({"dlse"} if dlse else ())})
+        call = Call(problem=self.problem, scale=0.5, strides=strides, given=given)
+        bound = self.launcher.bind(call)
+        bound(7, [0x100 * (i + 1) for i in range(11)])
+        return self.launches
+
+
+def test_a_chain_is_launched_in_order_on_one_stream():
+    launches = Chain().run("dq", "dk", "dv", dlse=True)
+    assert [launch[0] for launch in launches] == [
+        "flash_bwd_delta", "flash_bwd_dkdv", "flash_bwd_dq",
+    ]  # fmt: skip
+    assert {launch[2] for launch in launches} == {7}
+    for (_, programs, _, arguments), function in zip(
+        launches, Chain.kernel.functions(Chain.problem, Chain.config), strict=True
+    ):
+        assert programs == function.grid(Chain.problem, H100)
+        assert len(arguments) == len(function.signature) + len(function.constexprs)
+        assert arguments[len(function.signature) :] == list(function.constexprs.values())
+
+
+def test_functions_of_a_chain_meet_in_the_scratch_buffer():
+    address = dict(zip((*TENSORS["bwd"], "delta"), range(0x100, 0xC00, 0x100), strict=True))
+    functions = Chain.kernel.functions(Chain.problem, Chain.config)
+    for launch, function in zip(Chain().run("dq", "dk", "dv", dlse=True), functions, strict=True):
+        arguments = dict(zip(function.signature, launch[3], strict=False))
+        for name, value in arguments.items():
+            if name.endswith("_ptr"):
+                assert value == address[name.removesuffix("_ptr")]
+        assert arguments["delta_ptr"] == 0xB00
+
+
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        (("dq",), ["flash_bwd_delta", "flash_bwd_dq"]),
+        (("dk", "dv"), ["flash_bwd_delta", "flash_bwd_dkdv"]),
+    ],
+)
+def test_what_nobody_wants_is_not_launched(results, names):
+    launches = Chain().run(*results)
+    assert [launch[0] for launch in launches] == names

@@ -129,17 +129,19 @@ BY_DEFAULT = sample(CASES, SEED)
 class Worker:
     """A process with the interpreter, that answers case by case."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path = WORKER) -> None:
         self.log = folder / "stderr"
         environment = {
             **os.environ,
             "TRITON_INTERPRET": "1",
             "AUTOFLASH_CACHE_DIR": str(folder / "kernels"),
             "OMP_NUM_THREADS": "1",
+            # The scripts share what they can.
+            "PYTHONPATH": os.pathsep.join([str(WORKER.parents[3]), *filter(None, sys.path)]),
         }
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=log, text=True, env=environment,
             )  # fmt: skip
 

@@ -1,0 +1,328 @@
+"""flash_bwd: the portable backward (templates/flash_bwd.py.jinja), a chain of three functions.
+
+FlashAttention-2's backward without its atomics: delta first, then a program per block of keys and
+key/value head for dk and dv, then one per block of rows and query head for dq. Seven products
+where five would do, but no two programs share a sum: bitwise repeatable, and memory O(N). Runs on
+every GPU that Triton serves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoflash.kernels import flash_bwd_model as model
+from autoflash.kernels.flash_bwd_space import (
+    PARTS,
+    SPACE,
+    scratch_bytes,
+    shared_bytes,
+)
+from autoflash.kernels.flash_fwd_space import block_d, block_dv
+from autoflash.kernels.kernel import (
+    Access,
+    Argument,
+    Call,
+    Function,
+    Kernel,
+    Pointer,
+    Scratch,
+    Variant,
+)
+from autoflash.problem import Problem, next_power_of_2
+from autoflash.space import Config, Value
+from autoflash.target import Target
+
+_TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_LOG2_E = 1.4426950408889634
+_MAX_GRID = 2**31 - 1
+_MAX_LENGTH = 2**31 - 512
+# A load of memory's speed whatever it is: not worth a Param.
+_DELTA_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashBwdVariant(Variant):
+    """There is one body of source so far."""
+
+    def template_context(self) -> dict[str, Any]:
+        return {}
+
+    def slug(self, problem: Problem) -> str:
+        dims = f"d{problem.head_dim}"
+        if problem.head_dim_v != problem.head_dim:
+            dims += f"v{problem.head_dim_v}"
+        parts = [_TRITON_DTYPES[problem.dtype], dims]
+        return "_".join(parts + (["causal"] if problem.causal else []))
+
+
+class FlashBwd(Kernel):
+    """The declaration of flash_bwd."""
+
+    name = "flash_bwd"
+    template = "flash_bwd.py.jinja"
+    language = "triton"
+    op = "bwd"
+    space = SPACE
+    # dk and dv fill the registers of most tiles; a few bytes more lie in L1.
+    tolerable_spills = 128
+
+    def serves(self, problem: Problem, target: Target) -> str | None:
+        if problem.dtype == "float32":
+            return "float32 is not served on a GPU: use float16 or bfloat16"
+        if target.vendor == "nvidia" and target.capability < 80:
+            return f"{target.arch} is older than sm_80"
+        # Rounded up to whole tiles, lengths are 32-bit numbers in the kernel.
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        if longest > _MAX_LENGTH:
+            return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
+        # Even the smallest programs must fit the grid's first dimension.
+        rows = problem.batch * problem.heads * -(-problem.seqlen_q // 16)
+        keys = problem.batch * problem.kv_heads * -(-problem.seqlen_k // 32)
+        if max(rows, keys) > _MAX_GRID:
+            return f"more than {_MAX_GRID} blocks of 16 query rows or 32 keys: split the batch"
+        return None
+
+    def variant(self, problem: Problem, config: Config) -> FlashBwdVariant:
+        del problem, config
+        return FlashBwdVariant()
+
+    def example(self, problem: Problem) -> Problem:
+        fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
+        return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
+
+    def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
+        shape = (problem.batch, problem.heads, problem.seqlen_q)
+        return (Scratch(name="delta", shape=shape, dtype="float32"),)
+
+    def functions(self, problem: Problem, config: Config) -> tuple[Function, ...]:
+        pointer = f"*{_TRITON_DTYPES[problem.dtype]}"
+        return (
+            _delta(problem, pointer),
+            _dkdv(problem, config, pointer),
+            _dq(problem, config, pointer),
+        )
+
+    def adapt(self, config: Config, access: Access) -> Config:
+        # Addresses are all that it loads by.
+        del access
+        return config
+
+    def pipeline(self, problem: Problem, config: Config) -> list[str]:
+        del problem
+        c = config
+        return [
+            f"delta: {_DELTA_ROWS} query rows a program",
+            f"dk, dv: {c['DKDV_WARPS']} warps for {c['DKDV_BLOCK_N']} keys, "
+            f"{c['DKDV_BLOCK_M']} query rows a step, {c['DKDV_STAGES']} stages",
+            f"dq: {c['DQ_WARPS']} warps for {c['DQ_BLOCK_M']} query rows, "
+            f"{c['DQ_BLOCK_N']} keys a step, {c['DQ_STAGES']} stages",
+        ]
+
+    def defaults(self, problem: Problem, target: Target) -> list[Config]:
+        values = _preferred(problem, target)
+        found: dict[Config, None] = {}
+        # Each gives up a little more than the one before.
+        for change in _DEFAULT_STEPS:
+            values |= {n: min(values[n], most) for n, most in change.items()}
+            config = Config(**_shrunk(values, problem))
+            fits = all(
+                shared_bytes(config, part, problem, target)
+                + scratch_bytes(config, part, problem, target)
+                <= target.shared_memory
+                for part in PARTS
+            )
+            last = change is _DEFAULT_STEPS[-1]
+            if (fits or last) and self.space.why_not(config, problem, target) is None:
+                found[config] = None
+        return list(found)
+
+    def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
+        return min(model.blocks_per_sm(config, part, problem, target) for part in PARTS)
+
+    def estimate_ms(
+        self, problem: Problem, config: Config, target: Target, blocks_per_sm: int
+    ) -> float:
+        return model.estimate_ms(problem, config, target, blocks_per_sm)
+
+
+def _strides(*tensors: str) -> dict[str, str]:
+    rows = {"k": "n", "v": "n", "dk": "n", "dv": "n"}
+    return {f"stride_{t}{axis}": "i64" for t in tensors for axis in f"bh{rows.get(t, 'm')}"}
+
+
+def _delta(problem: Problem, pointer: str) -> Function:
+    def bind(call: Call) -> list[Argument]:
+        tensors = [Pointer(tensor=name) for name in ("out", "dout", "dlse", "delta")]
+        strides = [*call.strides["out"], *call.strides["dout"]]
+        sizes = [call.problem.heads, call.problem.seqlen_q, int("dlse" in call.given)]
+        return [*tensors, *strides, *sizes]
+
+    def grid(problem: Problem, target: Target) -> int:
+        del target
+        return problem.batch * problem.heads * -(-problem.seqlen_q // _DELTA_ROWS)
+
+    return Function(
+        name="flash_bwd_delta",
+        signature={
+            "out_ptr": pointer, "dout_ptr": pointer, "dlse_ptr": "*fp32", "delta_ptr": "*fp32",
+            **_strides("o", "do"), "heads": "i32", "seqlen_q": "i32", "has_dlse": "i32",
+        },
+        constexprs={
+            "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_DV": block_dv(problem),
+            "BLOCK_M": _DELTA_ROWS,
+        },
+        options={"num_warps": 4, "num_stages": 1},
+        bind=bind,
+        grid=grid,
+        results=frozenset({"dq", "dk", "dv"}),
+    )  # fmt: skip
+
+
+def _dkdv(problem: Problem, config: Config, pointer: str) -> Function:
+    def grid(problem: Problem, target: Target) -> int:
+        del target
+        blocks = -(-problem.seqlen_k // config.integer("DKDV_BLOCK_N"))
+        return problem.batch * problem.kv_heads * blocks
+
+    def bind(call: Call) -> list[Argument]:
+        return _arguments(call, ("dk", "dv"), call.problem.kv_heads)
+
+    return Function(
+        name="flash_bwd_dkdv",
+        signature=_signature(pointer, ("dk", "dv"), "kv_heads"),
+        constexprs=_constexprs(problem, config, "DKDV"),
+        options=_options(config, "DKDV"),
+        bind=bind,
+        grid=grid,
+        results=frozenset({"dk", "dv"}),
+    )
+
+
+def _dq(problem: Problem, config: Config, pointer: str) -> Function:
+    def grid(problem: Problem, target: Target) -> int:
+        del target
+        blocks = -(-problem.seqlen_q // config.integer("DQ_BLOCK_M"))
+        return problem.batch * problem.heads * blocks
+
+    def bind(call: Call) -> list[Argument]:
+        return _arguments(call, ("dq",), call.problem.heads)
+
+    return Function(
+        name="flash_bwd_dq",
+        signature=_signature(pointer, ("dq",), "heads"),
+        constexprs=_constexprs(problem, config, "DQ"),
+        options=_options(config, "DQ"),
+        bind=bind,
+        grid=grid,
+        results=frozenset({"dq"}),
+    )
+
+
+_INPUTS = ("q", "k", "v", "dout")
+
+
+def _signature(pointer: str, outputs: tuple[str, ...], heads: str) -> dict[str, str]:
+    """Of flash_bwd_dkdv and flash_bwd_dq, which count in key/value and in query heads."""
+    kinds = {f"{t}_ptr": pointer for t in _INPUTS} | {"lse_ptr": "*fp32", "delta_ptr": "*fp32"}
+    kinds |= {f"{t}_ptr": pointer for t in outputs}
+    kinds |= _strides("q", "k", "v", "do", *outputs) | {"scale": "fp32", "scale_log2": "fp32"}
+    sizes = (heads, "group", "batch_heads", "seqlen_q", "seqlen_k")
+    return kinds | dict.fromkeys(sizes, "i32")
+
+
+def _arguments(call: Call, outputs: tuple[str, ...], heads: int) -> list[Argument]:
+    p = call.problem
+    arguments: list[Argument] = [
+        Pointer(tensor=name) for name in (*_INPUTS, "lse", "delta", *outputs)
+    ]
+    for name in (*_INPUTS, *outputs):
+        arguments += call.strides[name]
+    arguments += [call.scale, call.scale * _LOG2_E]
+    return [*arguments, heads, p.group, p.batch * heads, p.seqlen_q, p.seqlen_k]
+
+
+def _constexprs(problem: Problem, config: Config, part: str) -> dict[str, Value]:
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": block_d(problem),
+        "BLOCK_DV": block_dv(problem),
+        "CAUSAL": problem.causal,
+        # tf32 would miss the accuracy rule; 16-bit operands ignore this.
+        "DOT_PRECISION": "ieee",
+        "BLOCK_M": config[f"{part}_BLOCK_M"],
+        "BLOCK_N": config[f"{part}_BLOCK_N"],
+        "GROUP_HEADS": config["GROUP_HEADS"],
+    }
+
+
+def _options(config: Config, part: str) -> dict[str, int]:
+    return {
+        "num_warps": config.integer(f"{part}_WARPS"),
+        "num_stages": config.integer(f"{part}_STAGES"),
+    }
+
+
+# The most that defaults() keeps, step by step.
+_DEFAULT_STEPS: tuple[dict[str, int], ...] = (
+    {},
+    {"DKDV_STAGES": 2, "DQ_STAGES": 2},
+    {"DKDV_BLOCK_M": 32, "DQ_BLOCK_N": 32},
+    {"DKDV_STAGES": 1, "DQ_STAGES": 1},
+    {"DKDV_BLOCK_N": 64, "DQ_BLOCK_M": 64},
+    {"DKDV_BLOCK_N": 32, "DQ_BLOCK_M": 32},
+    {"DKDV_BLOCK_M": 16, "DQ_BLOCK_M": 16},
+)
+
+# What defaults() starts from, by padded head dim: BLOCK_M, BLOCK_N, warps and stages of DKDV and of
+# DQ. Not timed yet: the largest tiles whose binaries spill little (Triton 3.6 and 3.7).
+_Tile = tuple[int, int, int, int]
+_TILES: dict[str, dict[int, tuple[_Tile, _Tile]]] = {
+    "sm_90": {
+        64: ((32, 128, 8, 2), (128, 64, 8, 2)),
+        128: ((32, 128, 8, 2), (128, 64, 8, 2)),
+        256: ((16, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    "sm_100": {
+        64: ((64, 128, 8, 1), (128, 64, 8, 2)),
+        128: ((64, 128, 8, 1), (128, 64, 8, 2)),
+        256: ((32, 64, 8, 1), (64, 32, 8, 1)),
+    },
+    "nvidia": {
+        64: ((32, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((32, 64, 8, 2), (64, 32, 4, 2)),
+        256: ((16, 64, 8, 1), (32, 32, 4, 1)),
+    },
+    "amd": {
+        64: ((16, 64, 4, 1), (64, 32, 4, 2)),
+        128: ((16, 64, 8, 1), (64, 32, 4, 2)),
+        256: ((16, 64, 8, 1), (32, 32, 4, 1)),
+    },
+}
+
+
+def _preferred(problem: Problem, target: Target) -> dict[str, Any]:
+    wide = max(64, block_d(problem), block_dv(problem))
+    names = ("BLOCK_M", "BLOCK_N", "WARPS", "STAGES")
+    arch = "sm_100" if target.arch == "sm_103" else target.arch
+    tiles = _TILES.get(arch, _TILES[target.vendor])[wide]
+    values: dict[str, Any] = {"LOAD": "pointer", "GROUP_HEADS": 8 if problem.causal else 1}
+    for part, tile in zip(PARTS, tiles, strict=True):
+        values |= {f"{part}_{name}": value for name, value in zip(names, tile, strict=True)}
+    return values
+
+
+def _shrunk(values: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """``values`` with tiles no larger than the problem, and warps no more than these can feed."""
+    rows = max(16, next_power_of_2(problem.seqlen_q))
+    keys = max(32, next_power_of_2(problem.seqlen_k))
+    shrunk = dict(values)
+    for part in PARTS:
+        shrunk[f"{part}_BLOCK_M"] = min(values[f"{part}_BLOCK_M"], rows)
+        shrunk[f"{part}_BLOCK_N"] = min(values[f"{part}_BLOCK_N"], keys)
+        own = shrunk["DKDV_BLOCK_N" if part == "DKDV" else "DQ_BLOCK_M"]
+        if own <= 32:
+            shrunk[f"{part}_WARPS"] = 4
+    if values["GROUP_HEADS"] > next_power_of_2(problem.batch * problem.heads):
+        shrunk["GROUP_HEADS"] = 1
+    return shrunk
