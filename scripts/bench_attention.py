@@ -4,12 +4,12 @@ usage: bench_attention.py [--op fwd] [--dtypes bfloat16] [--head-dims 64,128,256
                           [--seqlens 1k,4k,16k] [--peers autoflash,flex,sdpa_fa2,sdpa_cudnn,fa3]
                           [--rounds 9] [--out FILE]
 
-Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048; then
-grouped heads (32 query, 8 key/value) of ragged lengths. Every implementation of a row is timed in
-turns (L2 flushed before each launch, medians), so that clocks and heat hit all alike. The matmul row
-is torch's rate for 8192^3, the ceiling. The host rows of the forward time one small call from Python,
-GPU idle. A backward is torch.autograd.grad from a forward that has run before; AutoFlash's
-deterministic one is a column of its own.
+Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048;
+then grouped heads (32 query, 8 key/value) of ragged lengths. Every implementation of a row is
+timed in turns (L2 flushed before each launch, medians), so that clocks and heat hit all alike.
+The matmul row is torch's rate for 8192^3, the ceiling. The host rows of the forward time one
+small call from Python, GPU idle. A backward is torch.autograd.grad from a forward that has run
+before; AutoFlash's deterministic one is a column of its own.
 """
 
 import argparse
