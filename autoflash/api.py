@@ -153,11 +153,13 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, layout: str = "bhsd", **others: Any
-) -> Explanation:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, layout: str = "bhsd",
+    op: str = "fwd", **others: Any,
+) -> Explanation:  # fmt: skip
     """Which kernel ``attention`` with these arguments runs, from which layer, and how to tune it.
 
-    Compiles and launches nothing. Raises like ``attention``.
+    With op "bwd", which one computes its gradients, all three of them, for a gradient of out that
+    lies as out does. Compiles and launches nothing. Raises like ``attention``.
     """
     from autoflash.runtime.choose import choose, tune_command
     from autoflash.runtime.inputs import access_of, check_tensors, output_like, problem_of
@@ -168,7 +170,7 @@ def explain(
         raise InvalidInputError(f"layout={layout!r}: must be one of {', '.join(_LAYOUTS)}")
     bshd = layout == "bshd"
     check_tensors(q, k, v, bshd)
-    problem = problem_of(q, k, v, causal=causal, bshd=bshd)
+    problem = problem_of(q, k, v, causal=causal, bshd=bshd, op=op)
     if q.device.type != "cuda":
         # What would be tuned is the 16-bit problem: GPUs are served no other.
         tunable = problem if q.element_size() == 2 else replace(problem, dtype="bfloat16")

@@ -184,6 +184,7 @@ def bench(
     head_dim: Annotated[str, typer.Option(help="Head dim.")] = "128",
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
     causal: Annotated[bool, typer.Option("--causal/--no-causal")] = False,
+    op: Annotated[str, typer.Option(help="'fwd', or 'bwd' for the gradients.")] = "fwd",
     as_json: JsonFlag = False,
 ) -> None:
     """Time the kernel that serves a problem here, interleaved with torch's own attention."""
@@ -193,7 +194,7 @@ def bench(
     fields = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen}
     fields |= {"head_dim": head_dim, "dtype": dtype}
     given = {k: v for k, v in fields.items() if v is not None}
-    problem = Problem.parse({**given, "causal": causal})
+    problem = Problem.parse({**given, "causal": causal, "op": op})
     result = bench_problem(problem)
     if as_json:
         typer.echo(json.dumps(result, indent=1))

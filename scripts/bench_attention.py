@@ -1,12 +1,15 @@
 """AutoFlash and its peers, interleaved in one process: a table, and JSON under benchmarks/.
 
-usage: bench_attention.py [--dtypes bfloat16] [--head-dims 64,128,256] [--seqlens 1k,4k,16k]
-                          [--peers autoflash,flex,sdpa_fa2,sdpa_cudnn,fa3] [--rounds 9] [--out FILE]
+usage: bench_attention.py [--op fwd] [--dtypes bfloat16] [--head-dims 64,128,256]
+                          [--seqlens 1k,4k,16k] [--peers autoflash,flex,sdpa_fa2,sdpa_cudnn,fa3]
+                          [--rounds 9] [--out FILE]
 
-Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048; then
-grouped heads (32 query, 8 key/value) of ragged lengths. Every implementation of a row is timed in
-turns (L2 flushed before each launch, medians), so that clocks and heat hit all alike. The host rows
-time one small call from Python, GPU idle; the matmul row is torch's rate for 8192^3, the ceiling.
+Shapes as in the FlashAttention papers: batch x seqlen = 16384 tokens, heads x head_dim = 2048;
+then grouped heads (32 query, 8 key/value) of ragged lengths. Every implementation of a row is
+timed in turns (L2 flushed before each launch, medians), so that clocks and heat hit all alike.
+The matmul row is torch's rate for 8192^3, the ceiling. The host rows of the forward time one
+small call from Python, GPU idle. A backward is torch.autograd.grad from a forward that has run
+before; AutoFlash's deterministic one is a column of its own.
 """
 
 import argparse
@@ -39,33 +42,37 @@ _HOST_ROUNDS = 7
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--op", default="fwd", choices=tuple(PEERS))
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--seqlens", default="1k,4k,16k")
-    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--peers", help="all by default")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="where the checkout has no git history")
     arguments = parser.parse_args()
-    peers = arguments.peers.split(",")
-    # The second is large enough for a persistent kernel, and small enough to leave the GPU idle.
-    rows = [host_row(1, 2, 64, 64), host_row(4, 16, 512, 128)]
+    op = arguments.op
+    peers = arguments.peers.split(",") if arguments.peers else list(PEERS[op])
+    rows = []
+    if op == "fwd":
+        # The second is large enough for a persistent kernel, small enough to leave the GPU idle.
+        rows += [host_row(1, 2, 64, 64), host_row(4, 16, 512, 128)]
     for dtype in arguments.dtypes.split(","):
         rows.append(matmul_row(dtype))
         head_dims = list(map(int, arguments.head_dims.split(",")))
-        for problem in problems(dtype, head_dims, arguments.seqlens.split(",")):
+        for problem in problems(op, dtype, head_dims, arguments.seqlens.split(",")):
             rows.append(bench_row(problem, peers, arguments.rounds))
             print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
     result = {**provenance(arguments.commit), "rows": rows}
-    out = arguments.out or Path("benchmarks") / current_target().slug / "attention_fwd.json"
+    out = arguments.out or Path("benchmarks") / current_target().slug / f"attention_{op}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     Console(width=150).print(table(rows, peers), f"\nwritten: {out}")
     print(summary(rows))
 
 
-def problems(dtype: str, head_dims: list[int], seqlens: list[str]) -> list[Problem]:
+def problems(op: str, dtype: str, head_dims: list[int], seqlens: list[str]) -> list[Problem]:
     """What is timed: the papers' shapes, then ragged grouped heads."""
     found = []
     for head_dim in head_dims:
@@ -73,11 +80,11 @@ def problems(dtype: str, head_dims: list[int], seqlens: list[str]) -> list[Probl
             for length in seqlens:
                 seqlen = parse_length("seqlen", length)
                 sizes = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
-                kind = {"head_dim": head_dim, "dtype": dtype, "causal": causal}
+                kind = {"op": op, "head_dim": head_dim, "dtype": dtype, "causal": causal}
                 found.append(Problem.parse({**sizes, **kind}))
     for batch, seqlen in ((4, 4000), (2, 8191)):
         sizes = {"batch": batch, "heads": 32, "kv_heads": 8, "seqlen": seqlen, "head_dim": 128}
-        found.append(Problem.parse({**sizes, "dtype": dtype, "causal": True}))
+        found.append(Problem.parse({**sizes, "op": op, "dtype": dtype, "causal": True}))
     return found
 
 
@@ -164,11 +171,11 @@ def provenance(commit: str) -> dict[str, str]:
 
 def table(rows: list[dict[str, Any]], peers: list[str]) -> Table:
     """TFLOP/s per row and implementation, and AutoFlash over the best peer."""
-    found = Table(title="forward, TFLOP/s", show_edge=False)
+    found = Table(title="TFLOP/s", show_edge=False)
     for name in ("dtype", "D", "heads", "causal", "S", *peers, "vs best"):
         found.add_column(name, justify="right")
     for row in rows:
-        if row["op"] != "fwd":
+        if row["op"] not in PEERS:
             continue
         rates, heads = row["tflops"], str(row["heads"])
         if row["kv_heads"] != row["heads"]:
@@ -184,7 +191,8 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> Table:
 
 def vs_best(row: dict[str, Any]) -> float | None:
     """AutoFlash's rate over that of the fastest other."""
-    others = [rate for name, rate in row.get("tflops", {}).items() if name != "autoflash"]
+    rates = row.get("tflops", {}).items()
+    others = [rate for name, rate in rates if not name.startswith("autoflash")]
     own = row.get("tflops", {}).get("autoflash")
     return own / max(others) if own and others else None
 
@@ -196,7 +204,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     best = list(filter(None, map(vs_best, rows)))
     if best:
         lines.append(f"autoflash / fastest other: {_means(best)}")
-    for peer in PEERS[1:]:
+    for peer in {p: None for names in PEERS.values() for p in names[1:]}:
         ratios = [
             row["tflops"]["autoflash"] / row["tflops"][peer]
             for row in rows

@@ -509,6 +509,15 @@ def test_explain_on_the_cpu(layout, nothing_runs):
     assert found.tune in text
 
 
+def test_explain_of_the_gradients(nothing_runs):
+    q, k, v = make(dtype=torch.bfloat16)
+    found = explain(q, k, v, op="bwd")
+    assert found.problem == "bwd bfloat16 b2 h6/2 s7x11 d16v8"
+    assert found.tune.endswith("--dtype bfloat16 --op bwd --target h100")
+    with pytest.raises(InvalidInputError, match=r"^op='back': must be one of fwd, bwd$"):
+        explain(q, k, v, op="back")
+
+
 def test_an_explanation_tells_the_pipeline_if_there_is_one():
     fields = {"problem": "p", "target": "t", "kernel": "k", "config": {"A": 1}, "how": "default"}
     fields |= {"layer": "kernel", "why": "w", "path": None, "tune": "autoflash tune"}

@@ -16,13 +16,21 @@ from autoflash.tuning.check import make_inputs
 from autoflash.tuning.measure import Timer
 
 Launch = Callable[[], object]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-PEERS = ("autoflash", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3")
-_DEFAULT = ("autoflash", "sdpa_fa2", "sdpa_cudnn")
+# By op, AutoFlash first.
+PEERS = {
+    "fwd": ("autoflash", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3"),
+    "bwd": ("autoflash", "autoflash_deterministic", "sdpa_fa2", "sdpa_cudnn", "flex"),
+}
+_DEFAULT = {
+    "fwd": ("autoflash", "sdpa_fa2", "sdpa_cudnn"),
+    "bwd": ("autoflash", "autoflash_deterministic", "sdpa_fa2", "sdpa_cudnn"),
+}
 
 
 def bench_problem(
-    problem: Problem, names: Sequence[str] = _DEFAULT, *, rounds: int = 7
+    problem: Problem, names: Sequence[str] | None = None, *, rounds: int = 7
 ) -> dict[str, Any]:
     """Median ms of each implementation that runs here: {"gpu", "ms", "failed"}.
 
@@ -33,7 +41,7 @@ def bench_problem(
     q, k, v = make_inputs(problem, "cuda")
     launches: dict[str, Launch] = {}
     failed: dict[str, str] = {}
-    for name in names:
+    for name in _DEFAULT[problem.op] if names is None else names:
         try:
             launch = implementation(name, problem, q, k, v)
             launch()
@@ -49,34 +57,53 @@ def bench_problem(
 def implementation(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
     """A closure that computes ``problem`` by the implementation called ``name``.
 
-    Inputs are bhsd; what a peer wants otherwise is converted before, not while timing.
+    Inputs are bhsd; what a peer wants otherwise is converted before, not while timing. Of a
+    backward, the forward has run before.
     """
-    if name == "autoflash":
-        return lambda: attention(q, k, v, causal=problem.causal)
-    if name in ("sdpa_fa2", "sdpa_cudnn"):
-        return _sdpa(name, problem, q, k, v)
-    if name == "flex":
-        return _flex(problem, q, k, v)
+    if name not in PEERS[problem.op]:
+        known = ", ".join(PEERS[problem.op])
+        raise ValueError(f"unknown implementation {name!r} of {problem.op}: known are {known}")
     if name == "fa3":
         return _fa3(problem, q, k, v)
-    raise ValueError(f"unknown implementation {name!r}: known are {', '.join(PEERS)}")
+    attend = _attend(name, problem)
+    if problem.op == "fwd":
+        return lambda: attend(q, k, v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def _sdpa(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+def _attend(name: str, problem: Problem) -> Attend:
+    if name in ("sdpa_fa2", "sdpa_cudnn"):
+        return _sdpa(name, problem)
+    if name == "flex":
+        return _flex(problem)
+    same = name == "autoflash_deterministic"
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attention(q, k, v, causal=problem.causal, deterministic=same)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+def _sdpa(name: str, problem: Problem) -> Attend:
     fa2 = name == "sdpa_fa2"
     backend = SDPBackend.FLASH_ATTENTION if fa2 else SDPBackend.CUDNN_ATTENTION
     grouped = problem.group > 1
 
-    def launch() -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal, enable_gqa=grouped
             )
 
-    return launch
+    return attend
 
 
-def _flex(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+def _flex(problem: Problem) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
@@ -88,7 +115,7 @@ def _flex(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
             lambda b, h, i, j: j <= i + offset, None, None, problem.seqlen_q, problem.seqlen_k,
             device="cuda",
         )  # fmt: skip
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=problem.group > 1)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=problem.group > 1)
 
 
 def _fa3(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:

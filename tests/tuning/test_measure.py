@@ -1,5 +1,6 @@
 """What is made of samples and of what the driver says; the timing itself needs a GPU."""
 
+import dataclasses
 import os
 import sys
 from types import SimpleNamespace
@@ -106,11 +107,13 @@ def test_bench_needs_a_gpu(monkeypatch):
         bench_problem(PROBLEM)
 
 
-def test_an_unknown_implementation():
+@pytest.mark.parametrize(("op", "name"), [("fwd", "fa4"), ("bwd", "fa3")])
+def test_an_unknown_implementation(op, name):
     q = torch.zeros(1, 2, 16, 64)
-    with pytest.raises(ValueError, match=r"^unknown implementation 'fa4': known are autoflash, "):
-        implementation("fa4", PROBLEM, q, q, q)
-    assert "autoflash" in PEERS
+    problem = dataclasses.replace(PROBLEM, op=op)
+    with pytest.raises(ValueError, match=f"^unknown implementation '{name}' of {op}: known are "):
+        implementation(name, problem, q, q, q)
+    assert PEERS[op][0] == "autoflash"
 
 
 def test_autoflash_is_an_implementation():
@@ -120,3 +123,21 @@ def test_autoflash_is_an_implementation():
     q, k, v = make_inputs(PROBLEM, "cpu")
     expected, _ = attention_forward(q, k, v, causal=False, scale=0.125)
     assert torch.equal(implementation("autoflash", PROBLEM, q, k, v)(), expected)
+
+
+@pytest.mark.parametrize("name", ["autoflash", "autoflash_deterministic"])
+def test_a_backward_runs_again_and_again(name):
+    from autoflash.reference import exact_gradients
+    from autoflash.tuning.check import make_inputs
+
+    problem = dataclasses.replace(PROBLEM, op="bwd", causal=True)
+    q, k, v = make_inputs(problem, "cpu")
+    torch.manual_seed(0)
+    launch = implementation(name, problem, q, k, v)
+    torch.manual_seed(0)
+    dout = torch.randn_like(q)
+    exact = exact_gradients(dout, None, q, k, v, causal=True, scale=0.125)
+    for _ in range(2):
+        for grad, expected in zip(launch(), exact, strict=True):
+            assert grad.requires_grad is False
+            torch.testing.assert_close(grad.double(), expected, rtol=1e-2, atol=1e-2)
