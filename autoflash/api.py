@@ -183,7 +183,11 @@ def explain(
     from autoflash.codegen.source_cache import emit
 
     target = current_target(q.device)
-    choice = choose(problem, target, access_of((q, k, v, output_like(q, v, "meta")), bshd))
+    access = access_of((q, k, v, output_like(q, v, "meta")), bshd)
+    if op == "bwd":
+        same = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
+        access = replace(access, repeatable=same)
+    choice = choose(problem, target, access)
     return Explanation(
         problem=problem.label(),
         target=target.name,
