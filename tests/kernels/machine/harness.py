@@ -1,0 +1,73 @@
+"""One function of a kernel on the Gluon machine, with the arguments that its declaration binds."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from autoflash.codegen.render import render
+from autoflash.kernels.kernel import Argument, Call, Counter, Descriptor, Kernel, Pointer
+from autoflash.problem import Problem
+from autoflash.space import Config
+from autoflash.target import Target
+from tests.kernels.machine import gluon_machine
+from tests.kernels.machine.gluon_machine import Desc, Machine, device_code
+
+
+def run_function(
+    kernel: Kernel, name: str, problem: Problem, config: Config, tensors: dict[str, Tensor],
+    target: Target, machine: Machine, change: Callable[[str], str] = str,
+) -> None:  # fmt: skip
+    """Runs the function ``name`` of the rendered file, its text changed by ``change``, on
+    ``tensors``: those of the op and scratch, by the names of the declaration."""
+    (function,) = (f for f in kernel.functions(problem, config) if f.name == name)
+    strides = {n: strides_of(x) for n, x in tensors.items() if x.dim() == 4}
+    call = Call(
+        problem=problem, scale=problem.head_dim**-0.5, strides=strides, given=frozenset(tensors)
+    )
+    counters: list[Tensor] = []
+
+    def value(argument: Argument) -> object:
+        if isinstance(argument, Pointer):
+            return gluon_machine.Pointer(whole(tensors[argument.tensor]))
+        if isinstance(argument, Counter):
+            counters.append(torch.zeros(2, dtype=torch.int32))
+            return gluon_machine.Pointer(counters[-1])
+        if isinstance(argument, Descriptor):
+            x = tensors[argument.tensor]
+            return Desc(x.as_strided(argument.shape, argument.strides), argument.block)
+        return argument
+
+    arguments = [value(argument) for argument in function.bind(call)]
+    code = device_code(change(render(kernel, problem, config).text), machine)[name]
+    programs = function.grid(problem, target)
+    machine.run(code, [*arguments, *function.constexprs.values()], programs)
+    # A counter is zero again for the next launch.
+    assert not any(bool(counter.any()) for counter in counters)
+
+
+def strides_of(x: Tensor) -> tuple[int, int, int]:
+    """As runtime.inputs gives them to a Call: 0 for a dimension of size one."""
+    batch, head, row = (x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
+    return batch, head, row
+
+
+def whole(x: Tensor) -> Tensor:
+    """All memory from where ``x`` starts, in a row."""
+    base = x if x._base is None else x._base
+    return base.as_strided((base.numel() - x.storage_offset(),), (1,), x.storage_offset())
+
+
+def within_nan(x: Tensor) -> Tensor:
+    """A copy of x [B, H, S, D] as a view of a larger buffer of NaN: rows are 8 longer, heads 3."""
+    batch, heads, rows, dims = x.shape
+    view = x.new_full((batch, heads, rows + 3, dims + 8), math.nan)[:, :, :rows, :dims]
+    return view.copy_(x)
+
+
+def stray_writes(x: Tensor) -> int:
+    """How many elements around a view that within_nan gave are no longer NaN."""
+    base = x._base
+    assert base is not None
+    return int((~base.isnan()).sum() - (~x.isnan()).sum())
