@@ -1,0 +1,173 @@
+"""What the emitted flash_bwd_ws computes, on the Gluon machine, against fp64; what goes before and
+after it is computed by torch here, and in Triton's interpreter in tests/kernels/interpreter.
+
+By default a sample runs, whose seed is printed; AUTOFLASH_TEST_SEED chooses another one. The others
+are marked full.
+"""
+
+import dataclasses
+import math
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoflash.kernels import KERNELS
+from autoflash.problem import Problem
+from autoflash.space import Config
+from autoflash.target import NAMED_TARGETS
+from autoflash.tuning.check_bwd import make_gradient_case
+from tests.kernels.machine.gluon_machine import Machine
+from tests.kernels.machine.harness import run_function, stray_writes, within_nan
+
+KERNEL = KERNELS["flash_bwd_ws"]
+TARGET = NAMED_TARGETS["h100"]
+SEED = int(os.environ.get("AUTOFLASH_TEST_SEED", "0"))
+SAMPLE, CASES = 32, 300
+
+LENGTHS = (1, 2, 63, 64, 65, 127, 129, 200, 257, 333)
+DIMS = (8, 40, 64, 72, 80, 96, 128)
+HEADS = ((1, 1), (2, 2), (6, 2), (3, 1))
+
+
+def case(index: int) -> tuple[Problem, Config]:
+    """A problem and one of all configs that can run it."""
+    lot = random.Random(1000 * SEED + index)
+    dim = lot.choice(DIMS)
+    heads, kv_heads = lot.choice(HEADS)
+    problem = Problem(
+        batch=lot.choice((1, 2)), heads=heads, kv_heads=kv_heads, seqlen_q=lot.choice(LENGTHS),
+        seqlen_k=lot.choice(LENGTHS), head_dim=dim, head_dim_v=dim,
+        dtype=lot.choice(("float16", "bfloat16")), causal=lot.random() < 0.6, op="bwd",
+    )  # fmt: skip
+    return problem, lot.choice(KERNEL.space.configs(problem, TARGET))
+
+
+def why_wrong(problem, config, seed, change=str, patience_s=30.0) -> str | None:
+    """How a run breaks the accuracy rule, or None. Inputs and outputs lie in NaN; rows that see no
+    key hold NaN too."""
+    p, generator = problem, torch.Generator().manual_seed(seed)
+    rows, keys = (p.heads, p.seqlen_q), (p.kv_heads, p.seqlen_k)
+    q, k, v, dout = (
+        torch.randn(p.batch, *size, p.head_dim, generator=generator).to(getattr(torch, p.dtype))
+        for size in (rows, keys, keys, rows)
+    )
+    q[..., ::17] *= 1 + 10 * (seed % 3 == 0)
+    if seed % 5 == 4:
+        # Scores far below zero: exp(-lse) overflows.
+        q[..., 0], k[..., 0] = 60, -60
+    dlse = torch.randn(q.shape[:3], generator=generator) if seed % 2 else None
+    gradients = make_gradient_case("machine", p, q, k, v, dout, dlse)
+    tensors = {n: within_nan(x) for n, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+    if p.causal:
+        for name in ("q", "dout"):
+            tensors[name][:, :, : max(0, p.seqlen_q - p.seqlen_k)] = math.nan
+    for name in ("dk", "dv"):
+        tensors[name] = within_nan(torch.full_like(k, math.nan))
+    tensors |= scratch(problem, gradients.inputs)
+    machine = Machine(seed=seed, patience_s=patience_s)
+    run_function(KERNEL, "flash_bwd_ws", problem, config, tensors, TARGET, machine, change)
+    dq = (tensors["sums"] * p.head_dim**-0.5).to(q.dtype)
+    stray = stray_writes(tensors["dk"]) + stray_writes(tensors["dv"])
+    if stray:
+        return f"{stray} stray writes"
+    return gradients.compare((dq, tensors["dk"], tensors["dv"]))
+
+
+def scratch(problem: Problem, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What flash_bwd_ws_prepare makes."""
+    made = {s.name: torch.zeros(s.shape) for s in KERNEL.scratch(problem)}
+    lse, rows = inputs["lse"], problem.seqlen_q
+    made["lse2"].fill_(math.inf)
+    made["lse2"][..., :rows] = lse.masked_fill(lse == -math.inf, math.inf) * math.log2(math.e)
+    delta = (inputs["out"].float() * inputs["dout"].float()).sum(-1)
+    made["minus_delta"][..., :rows] = inputs.get("dlse", 0.0) - delta
+    return made
+
+
+@pytest.mark.parametrize(
+    "index", [pytest.param(i, marks=() if i < SAMPLE else pytest.mark.full) for i in range(CASES)]
+)
+def test_configs_meet_the_accuracy_rule(index):
+    problem, config = case(index)
+    print(f"AUTOFLASH_TEST_SEED={SEED}: {problem.label()}, {config}")
+    assert why_wrong(problem, config, index) is None
+
+
+def test_the_sample_holds_each_choice():
+    configs = [case(index)[1] for index in range(SAMPLE)]
+    for param in KERNEL.space.params:
+        if param.name != "GROUP_MB":
+            assert {config[param.name] for config in configs} == set(param.choices)
+
+
+# -- the machine notices what is wrong -------------------------------------------------------------
+
+PROBLEM = Problem(
+    batch=1, heads=2, kv_heads=1, seqlen_q=300, seqlen_k=200, head_dim=64, head_dim_v=64,
+    dtype="float16", causal=True, op="bwd",
+)  # fmt: skip
+CONFIG = Config(
+    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=True, GROUP_MB=1
+)  # fmt: skip
+DEFECTS = {
+    "dS of the other consumer is not waited for": (
+        "    mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)\n"
+        "    dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)\n"
+        "    mbarrier.wait(q_full",
+        "    dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)\n"
+        "    mbarrier.wait(q_full",
+    ),
+    "dS has one buffer": (
+        "    ds_s.index((block & 1) * CONSUMERS + c).store(ds)\n",
+        "    ds_s.index((before & 1) * CONSUMERS + c).store(ds)\n",
+    ),
+    "dq's place is filled again too early": (
+        "once what lay there is on its way.\n    tma.store_wait(0)\n    matrix(dq_s",
+        "\n    matrix(dq_s",
+    ),
+    "rows are loaded before their place is free": (
+        "            mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)\n", "",
+    ),
+    "dout is not waited for": ("    mbarrier.wait(dout_full.index(stage), phase)\n", ""),
+    "the last block's dq is forgotten": (
+        "(0, deps=[dq])\n    hand_in(c, dq,", "(0, deps=[dq])\n    hand_in(c, dq * 0,",
+    ),
+    "a mask is off by one": ("needed = key - seqlen_k", "needed = key + 1 - seqlen_k"),
+    "keys behind the last are not masked": (
+        "    if start_n + BLOCK_N > seqlen_k:\n        masked = blocks\n", "",
+    ),
+    "rows are counted from the wrong one": (
+        "first = gl.maximum(start_n - seqlen_k", "first = gl.maximum(start_n + 1 - seqlen_k",
+    ),
+    "a group's heads are mixed up": (
+        "        statistics = (batch * kv_heads * group + head) * padded",
+        "        statistics = (batch * kv_heads * group + head_kv) * padded",
+    ),
+    "the consumers wait for each other": ("(block & 1) ^ (c == 0)", "(block & 1)"),
+}  # fmt: skip
+
+
+def test_the_kernel_without_a_defect_is_right():
+    assert [why_wrong(PROBLEM, CONFIG, seed) for seed in range(4)] == [None] * 4
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_machine_notices(defect):
+    old, new = DEFECTS[defect]
+
+    def change(text: str) -> str:
+        assert text.count(old) == 1, f"{text.count(old)} times in the text"
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        problem = dataclasses.replace(PROBLEM, causal=seed % 2 == 0)
+        try:
+            return why_wrong(problem, CONFIG, seed, change, patience_s=1.0) is not None
+        except (AssertionError, RuntimeError):
+            return True
+
+    # Some depend on the order of events.
+    assert any(noticed(seed) for seed in range(40))
