@@ -185,8 +185,8 @@ def _prepare(problem: Problem) -> Function:
         },
         constexprs={
             "HEAD_DIM": problem.head_dim,
-            "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_D": block_d(problem),
+            "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": block_d(problem),
             "BLOCK_M": _PREPARE_ROWS,
         },

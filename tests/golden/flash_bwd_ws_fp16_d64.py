@@ -133,12 +133,55 @@ def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.const
         copy_out(out_desc, [batch, head, row, 0, column], place)
 
 
+@gluon.jit
+def row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    # Rows are walked from `first` on, the first that sees any of the keys: rows that see none of
+    # them are never read. Only the first `masked` blocks, which the diagonal cuts, need a mask; all
+    # do where the keys end inside the tile.
+    first = 0
+    masked = 0
+    if CAUSAL:
+        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
+        first = gl.maximum(start_n - seqlen_k + seqlen_q, 0)
+        whole = gl.maximum(start_n + BLOCK_N - 1 - seqlen_k + seqlen_q, 0)
+        masked = gl.cdiv(whole - first, BLOCK_M)
+    blocks = gl.cdiv(seqlen_q - first, BLOCK_M)
+    if start_n + BLOCK_N > seqlen_k:
+        masked = blocks
+    return first, blocks, gl.minimum(masked, blocks)
+
+
+@gluon.jit
+def hide(x, needed, row):
+    # x [keys, rows], -inf where the row (the first is `row`) doesn't see the key: it does from
+    # needed[key] on. A row is 8 a + 2 t + e, where t is the thread of four that holds it: so written,
+    # a and e are constants and one comparison with a constant is left for each score.
+    parts = x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eight = expand(gl.arange(0, x.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
+    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
+    at = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
+    least = expand(gl.convert_layout(needed, BY_KEY), 1, 2, 3) - row - thread
+    parts = gl.where(at >= least, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape(x.shape), x.type.layout)
+
+
+@gluon.jit
+def by_row(numbers, zero):
+    # One number per row, as an accumulator of scores [keys, rows] that a product is added to.
+    return zero + gl.expand_dims(numbers.load(gl.SliceLayout(0, zero.type.layout)), 0)
+
+
 @triton.jit
 def flash_bwd_ws_prepare(
     out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr, sums_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     heads, seqlen_q, padded, has_dlse,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
@@ -185,24 +228,6 @@ def flash_bwd_ws_convert(
 
 
 @gluon.jit
-def row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    # Rows are walked from `first` on, the first that sees any of the keys: rows that see none of
-    # them are never read. Only the first `masked` blocks, which the diagonal cuts, need a mask; all
-    # do where the keys end inside the tile.
-    first = 0
-    masked = 0
-    if CAUSAL:
-        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
-        first = gl.maximum(start_n - seqlen_k + seqlen_q, 0)
-        whole = gl.maximum(start_n + BLOCK_N - 1 - seqlen_k + seqlen_q, 0)
-        masked = gl.cdiv(whole - first, BLOCK_M)
-    blocks = gl.cdiv(seqlen_q - first, BLOCK_M)
-    if start_n + BLOCK_N > seqlen_k:
-        masked = blocks
-    return first, blocks, gl.minimum(masked, blocks)
-
-
-@gluon.jit
 def load(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
     kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
@@ -240,25 +265,6 @@ def load(
 
 
 @gluon.jit
-def hide(x, needed, row):
-    # x [keys, rows], -inf where the row (the first is `row`) doesn't see the key: it does from
-    # needed[key] on. A row is 8 a + 2 t + e, where t is the thread of four that holds it: so written,
-    # a and e are constants and one comparison with a constant is left for each score.
-    parts = x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    BY_KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    eight = expand(gl.arange(0, x.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
-    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
-    at = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
-    least = expand(gl.convert_layout(needed, BY_KEY), 1, 2, 3) - row - thread
-    parts = gl.where(at >= least, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape(x.shape), x.type.layout)
-
-
-@gluon.jit
 def dq_products(c: gl.constexpr, ds_s, k_s, buffer, zero, CONSUMERS: gl.constexpr, DQ_SPLIT: gl.constexpr):
     # Starts this consumer's part of dS k for the rows of a block, over the keys of all consumers:
     # its share of the columns, or 64 of the rows.
@@ -284,12 +290,6 @@ def hand_in(c: gl.constexpr, dq, sums_desc, dq_s, batch, head, row, DQ_SPLIT: gl
         copy_add(sums_desc, [batch, head, row, c * dq.shape[1]], dq_s.index(c))
     else:
         copy_add(sums_desc, [batch, head, row + c * 64, 0], dq_s.index(c))
-
-
-@gluon.jit
-def by_row(numbers, zero):
-    # One number per row, as an accumulator of scores [keys, rows] that a product is added to.
-    return zero + gl.expand_dims(numbers.load(gl.SliceLayout(0, zero.type.layout)), 0)
 
 
 @gluon.jit
@@ -504,7 +504,7 @@ def flash_bwd_ws(
 
 
 CONSTEXPRS = {
-    "flash_bwd_ws_prepare": {'HEAD_DIM': 64, 'HEAD_DIM_V': 64, 'BLOCK_D': 64, 'BLOCK_DV': 64, 'BLOCK_M': 32},
+    "flash_bwd_ws_prepare": {'HEAD_DIM': 64, 'BLOCK_D': 64, 'HEAD_DIM_V': 64, 'BLOCK_DV': 64, 'BLOCK_M': 32},
     "flash_bwd_ws": {'CONSUMERS': 2,
      'BLOCK_M': 128,
      'STAGES': 2,

@@ -145,6 +145,27 @@ def key_start(i, end, blocks, front, masked, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def mask_scores(s, limit, start):
+    # s of the keys from `start` on, -inf where row i doesn't see key j: it does when
+    # 0 <= j < limit[i]. A column is 8 a + 2 t + e, where t is the thread of four that holds it: so
+    # written, a and e are constants and one comparison with a constant is left for each score.
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eight = expand(gl.arange(0, s.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
+    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
+    column = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
+    room = expand(gl.convert_layout(limit, BY_ROW), 1, 2, 3) - start - thread
+    parts = gl.where(column < room, parts, float("-inf"))
+    if start < 0:
+        parts = gl.where(column >= -start - thread, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
 def put(slot, number):
     # A number into a slot of shared memory, by one warp.
     slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -454,27 +475,6 @@ def rescale(acc, alpha):
             [acc, alpha], gl.float32, False, 128,
         )
     return acc
-
-
-@gluon.jit
-def mask_scores(s, limit, start):
-    # s of the keys from `start` on, -inf where row i doesn't see key j: it does when
-    # 0 <= j < limit[i]. A column is 8 a + 2 t + e, where t is the thread of four that holds it: so
-    # written, a and e are constants and one comparison with a constant is left for each score.
-    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    eight = expand(gl.arange(0, s.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
-    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
-    column = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
-    room = expand(gl.convert_layout(limit, BY_ROW), 1, 2, 3) - start - thread
-    parts = gl.where(column < room, parts, float("-inf"))
-    if start < 0:
-        parts = gl.where(column >= -start - thread, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
