@@ -104,7 +104,8 @@ class FlashBwdWs(Kernel):
         )
 
     def functions(self, problem: Problem, config: Config) -> tuple[Function, ...]:
-        return (_prepare(problem), _main(problem, config), _convert(problem))
+        prepare = row_statistics("flash_bwd_ws_prepare", problem, sums=True)
+        return (prepare, _main(problem, config), _convert(problem))
 
     def adapt(self, config: Config, access: Access) -> Config | None:
         # There is no other way to load, no part that could be left out, and no order of additions.
@@ -159,12 +160,14 @@ _TRIES = {
 }
 
 
-def _prepare(problem: Problem) -> Function:
+def row_statistics(name: str, problem: Problem, *, sums: bool) -> Function:
+    """The first function of both forms: -delta, lse in base 2, and zeros for the sums if there are
+    any (templates/shared/row_statistics.py.jinja)."""
     pointer = f"*{TRITON_DTYPES[problem.dtype]}"
+    flat = ("dlse", "lse", "lse2", "minus_delta", *(("sums",) if sums else ()))
 
     def bind(call: Call) -> list[Argument]:
-        names = ("out", "dout", "dlse", "lse", "lse2", "minus_delta", "sums")
-        tensors = [Pointer(tensor=name) for name in names]
+        tensors = [Pointer(tensor=name) for name in ("out", "dout", *flat)]
         p = call.problem
         strides = [*call.strides["out"], *call.strides["dout"]]
         sizes = [p.heads, p.seqlen_q, padded_rows(p), int("dlse" in call.given)]
@@ -176,16 +179,15 @@ def _prepare(problem: Problem) -> Function:
 
     strides = [f"stride_{t}{axis}" for t in ("o", "do") for axis in "bhm"]
     sizes = ("heads", "seqlen_q", "padded", "has_dlse")
+    width = {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem)} if sums else {}
     return Function(
-        name="flash_bwd_ws_prepare",
+        name=name,
         signature={
-            "out_ptr": pointer, "dout_ptr": pointer,
-            **{f"{t}_ptr": "*fp32" for t in ("dlse", "lse", "lse2", "minus_delta", "sums")},
+            "out_ptr": pointer, "dout_ptr": pointer, **{f"{t}_ptr": "*fp32" for t in flat},
             **dict.fromkeys(strides, "i64"), **dict.fromkeys(sizes, "i32"),
         },
         constexprs={
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_D": block_d(problem),
+            **width,
             "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_DV": block_d(problem),
             "BLOCK_M": _PREPARE_ROWS,
@@ -210,7 +212,7 @@ def _main(problem: Problem, config: Config) -> Function:
 
     def bind(call: Call) -> list[Argument]:
         p = call.problem
-        arguments: list[Argument] = [_descriptor(name, call, b) for name, b in blocks.items()]
+        arguments: list[Argument] = [copied(name, call, b) for name, b in blocks.items()]
         arguments += [call.scale, call.scale * LOG2_E, p.kv_heads, p.group]
         arguments += [p.batch * p.kv_heads, group_heads(config, p)]
         return [*arguments, p.seqlen_q, p.seqlen_k, padded_rows(p)]
@@ -284,7 +286,8 @@ def _blocks(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _descriptor(tensor: str, call: Call, block: tuple[int, ...]) -> Descriptor:
+def copied(tensor: str, call: Call, block: tuple[int, ...]) -> Descriptor:
+    """The descriptor by which blocks of a tensor, or of scratch, are copied."""
     p = call.problem
     if len(block) == 1:
         length = p.batch * p.heads * padded_rows(p)

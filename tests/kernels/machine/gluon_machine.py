@@ -368,6 +368,10 @@ class Machine:
         return number(old)
 
 
+def _load(pointer: Pointer) -> Number:
+    return number(pointer.memory[torch.as_tensor(pointer.offset).long()])
+
+
 def _store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     offsets, value = torch.broadcast_tensors(torch.as_tensor(pointer.offset), value)
     kept = torch.ones_like(offsets, dtype=torch.bool) if mask is None else mask
@@ -422,7 +426,7 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=torch.exp2, log2=torch.log2,
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
-        store=_store, atomic_add=machine.atomic_add, atomic_xchg=machine.atomic_xchg,
+        load=_load, store=_store, atomic_add=machine.atomic_add, atomic_xchg=machine.atomic_xchg,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
     )  # fmt: skip
     mbarrier = types.SimpleNamespace(

@@ -1,5 +1,6 @@
-"""What the emitted flash_bwd_ws computes, on the Gluon machine, against fp64; what goes before and
-after it is computed by torch here, and in Triton's interpreter in tests/kernels/interpreter.
+"""What the emitted flash_bwd_ws and flash_bwd_split compute, on the Gluon machine, against fp64;
+what goes before and after is computed by torch here, and in Triton's interpreter in
+tests/kernels/interpreter.
 
 By default a sample runs, whose seed is printed; AUTOFLASH_TEST_SEED chooses another one. The others
 are marked full.
@@ -22,30 +23,37 @@ from autoflash.tuning.check_bwd import make_gradient_case
 from tests.kernels.machine.gluon_machine import Machine
 from tests.kernels.machine.harness import run_function, stray_writes, within_nan
 
-KERNEL = KERNELS["flash_bwd_ws"]
+# The functions that run on the machine.
+FUNCTIONS = {
+    "flash_bwd_ws": ("flash_bwd_ws",),
+    "flash_bwd_split": ("flash_bwd_split_dkdv", "flash_bwd_split_dq"),
+}
 TARGET = NAMED_TARGETS["h100"]
 SEED = int(os.environ.get("AUTOFLASH_TEST_SEED", "0"))
 SAMPLE, CASES = 32, 300
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 129, 200, 257, 333)
-DIMS = (8, 40, 64, 72, 80, 96, 128)
+DIMS = {
+    "flash_bwd_ws": (8, 40, 64, 72, 80, 96, 128),
+    "flash_bwd_split": (8, 64, 72, 96, 128, 192, 256),
+}
 HEADS = ((1, 1), (2, 2), (6, 2), (3, 1))
 
 
-def case(index: int) -> tuple[Problem, Config]:
+def case(name: str, index: int) -> tuple[Problem, Config]:
     """A problem and one of all configs that can run it."""
     lot = random.Random(1000 * SEED + index)
-    dim = lot.choice(DIMS)
+    dim = lot.choice(DIMS[name])
     heads, kv_heads = lot.choice(HEADS)
     problem = Problem(
         batch=lot.choice((1, 2)), heads=heads, kv_heads=kv_heads, seqlen_q=lot.choice(LENGTHS),
         seqlen_k=lot.choice(LENGTHS), head_dim=dim, head_dim_v=dim,
         dtype=lot.choice(("float16", "bfloat16")), causal=lot.random() < 0.6, op="bwd",
     )  # fmt: skip
-    return problem, lot.choice(KERNEL.space.configs(problem, TARGET))
+    return problem, lot.choice(KERNELS[name].space.configs(problem, TARGET))
 
 
-def why_wrong(problem, config, seed, change=str, patience_s=30.0) -> str | None:
+def why_wrong(name, problem, config, seed, change=str, patience_s=30.0) -> str | None:
     """How a run breaks the accuracy rule, or None. Inputs and outputs lie in NaN; rows that see no
     key hold NaN too."""
     p, generator = problem, torch.Generator().manual_seed(seed)
@@ -62,23 +70,25 @@ def why_wrong(problem, config, seed, change=str, patience_s=30.0) -> str | None:
     gradients = make_gradient_case("machine", p, q, k, v, dout, dlse)
     tensors = {n: within_nan(x) for n, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     if p.causal:
-        for name in ("q", "dout"):
-            tensors[name][:, :, : max(0, p.seqlen_q - p.seqlen_k)] = math.nan
-    for name in ("dk", "dv"):
-        tensors[name] = within_nan(torch.full_like(k, math.nan))
-    tensors |= scratch(problem, gradients.inputs)
-    machine = Machine(seed=seed, patience_s=patience_s)
-    run_function(KERNEL, "flash_bwd_ws", problem, config, tensors, TARGET, machine, change)
-    dq = (tensors["sums"] * p.head_dim**-0.5).to(q.dtype)
-    stray = stray_writes(tensors["dk"]) + stray_writes(tensors["dv"])
+        for given in ("q", "dout"):
+            tensors[given][:, :, : max(0, p.seqlen_q - p.seqlen_k)] = math.nan
+    for grad, x in (("dq", q), ("dk", k), ("dv", v)):
+        tensors[grad] = within_nan(torch.full_like(x, math.nan))
+    tensors |= scratch(name, problem, gradients.inputs)
+    for function in FUNCTIONS[name]:
+        machine = Machine(seed=seed, patience_s=patience_s)
+        run_function(KERNELS[name], function, problem, config, tensors, TARGET, machine, change)
+    if "sums" in tensors:
+        tensors["dq"].copy_(tensors["sums"] * p.head_dim**-0.5)
+    stray = sum(stray_writes(tensors[grad]) for grad in ("dq", "dk", "dv"))
     if stray:
         return f"{stray} stray writes"
-    return gradients.compare((dq, tensors["dk"], tensors["dv"]))
+    return gradients.compare((tensors["dq"], tensors["dk"], tensors["dv"]))
 
 
-def scratch(problem: Problem, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What flash_bwd_ws_prepare makes."""
-    made = {s.name: torch.zeros(s.shape) for s in KERNEL.scratch(problem)}
+def scratch(name: str, problem: Problem, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the first function of the chain makes."""
+    made = {s.name: torch.zeros(s.shape) for s in KERNELS[name].scratch(problem)}
     lse, rows = inputs["lse"], problem.seqlen_q
     made["lse2"].fill_(math.inf)
     made["lse2"][..., :rows] = lse.masked_fill(lse == -math.inf, math.inf) * math.log2(math.e)
@@ -87,18 +97,20 @@ def scratch(problem: Problem, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
     "index", [pytest.param(i, marks=() if i < SAMPLE else pytest.mark.full) for i in range(CASES)]
 )
-def test_configs_meet_the_accuracy_rule(index):
-    problem, config = case(index)
+def test_configs_meet_the_accuracy_rule(name, index):
+    problem, config = case(name, index)
     print(f"AUTOFLASH_TEST_SEED={SEED}: {problem.label()}, {config}")
-    assert why_wrong(problem, config, index) is None
+    assert why_wrong(name, problem, config, index) is None
 
 
-def test_the_sample_holds_each_choice():
-    configs = [case(index)[1] for index in range(SAMPLE)]
-    for param in KERNEL.space.params:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_sample_holds_each_choice(name):
+    configs = [case(name, index)[1] for index in range(SAMPLE)]
+    for param in KERNELS[name].space.params:
         if param.name != "GROUP_MB":
             assert {config[param.name] for config in configs} == set(param.choices)
 
@@ -150,8 +162,54 @@ DEFECTS = {
 }  # fmt: skip
 
 
-def test_the_kernel_without_a_defect_is_right():
-    assert [why_wrong(PROBLEM, CONFIG, seed) for seed in range(4)] == [None] * 4
+SPLIT_CONFIG = Config(
+    DKDV_BLOCK_M=64, DKDV_STAGES=2, DP_EARLY=False, DQ_BLOCK_N=64, DQ_SLOTS=3, GROUP_MB=1
+)  # fmt: skip
+SPLIT_DEFECTS = {
+    "P is not waited for": ("    mbarrier.wait(p_full.index(stage), phase)\n", ""),
+    "v is not waited for": (
+        "    mbarrier.wait(full.index(at_v % SLOTS), (at_v // SLOTS) & 1)\n", "",
+    ),
+    "k is given back too early": (
+        "    dq = warpgroup_mma(ds, k, dq, is_async=True)\n",
+        "    dq = warpgroup_mma(ds, k, dq, is_async=True)\n"
+        "    mbarrier.arrive(free.index((2 * i) % SLOTS))\n",
+    ),
+    "a row's statistics are another's": (
+        "lse2 = gl.load(lse2_ptr + statistics)", "lse2 = gl.load(lse2_ptr + statistics // 2)",
+    ),
+    "dk is not scaled": ("put_out(acc * scale, dk_desc", "put_out(acc, dk_desc"),
+}  # fmt: skip
+
+
+def test_the_kernels_without_a_defect_are_right():
+    wide = dataclasses.replace(PROBLEM, head_dim=256, head_dim_v=256)
+    split = {**SPLIT_CONFIG, "DQ_BLOCK_N": 32}
+    for seed in range(4):
+        assert why_wrong("flash_bwd_ws", PROBLEM, CONFIG, seed) is None
+        assert why_wrong("flash_bwd_split", PROBLEM, SPLIT_CONFIG, seed) is None
+        assert why_wrong("flash_bwd_split", wide, Config(**split), seed) is None
+
+
+@pytest.mark.parametrize("defect", SPLIT_DEFECTS)
+def test_the_machine_notices_in_the_split_form(defect):
+    old, new = SPLIT_DEFECTS[defect]
+
+    def change(text: str) -> str:
+        assert text.count(old) == 1, f"{text.count(old)} times in the text"
+        return text.replace(old, new)
+
+    def noticed(seed: int) -> bool:
+        # Wide enough for consumers in pairs.
+        wide = {"head_dim": 256, "head_dim_v": 256, "causal": seed % 2 == 0}
+        problem = dataclasses.replace(PROBLEM, **wide)
+        config = Config(**{**SPLIT_CONFIG, "DQ_BLOCK_N": 32})
+        try:
+            return why_wrong("flash_bwd_split", problem, config, seed, change, 1.0) is not None
+        except (AssertionError, RuntimeError):
+            return True
+
+    assert any(noticed(seed) for seed in range(40))
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -165,7 +223,7 @@ def test_the_machine_notices(defect):
     def noticed(seed: int) -> bool:
         problem = dataclasses.replace(PROBLEM, causal=seed % 2 == 0)
         try:
-            return why_wrong(problem, CONFIG, seed, change, patience_s=1.0) is not None
+            return why_wrong("flash_bwd_ws", problem, CONFIG, seed, change, 1.0) is not None
         except (AssertionError, RuntimeError):
             return True
 
