@@ -138,6 +138,20 @@ BACKWARD_CASES: Cases = (
 )
 
 
+_SPLIT_BACKWARD_CONFIG = Config(
+    DKDV_BLOCK_M=64,
+    DKDV_STAGES=2,
+    DP_EARLY=False,
+    DQ_BLOCK_N=32,
+    DQ_SLOTS=4,
+    GROUP_MB=16,
+)
+
+SPLIT_BACKWARD_CASES: Cases = (
+    (_problem("bfloat16", 256, 256, causal=True, op="bwd"), {}),
+    (_problem("float16", 128, 128, causal=False, op="bwd"), {"DP_EARLY": True}),
+)
+
 HOPPER_BACKWARD_CASES: Cases = (
     (_problem("bfloat16", 128, 128, causal=True, op="bwd"), {}),
     (
@@ -155,6 +169,7 @@ def render_all() -> dict[str, str]:
         ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES),
         ("flash_bwd", _BACKWARD_CONFIG, BACKWARD_CASES),
         ("flash_bwd_ws", _HOPPER_BACKWARD_CONFIG, HOPPER_BACKWARD_CASES),
+        ("flash_bwd_split", _SPLIT_BACKWARD_CONFIG, SPLIT_BACKWARD_CASES),
     )
     for kernel, base, cases in kernels:
         for problem, changes in cases:

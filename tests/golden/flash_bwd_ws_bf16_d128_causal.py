@@ -152,6 +152,16 @@ def row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N: gl.constexpr, BLOCK_M: gl.c
 
 
 @gluon.jit
+def first_rows(key, seqlen_q, seqlen_k, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
+    # For each of 64 keys from `key` on the first row that sees it: none sees one that isn't there.
+    keys = key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    needed = gl.full([64], 0, gl.int32, gl.SliceLayout(1, S_LAYOUT))
+    if CAUSAL:
+        needed = keys - seqlen_k + seqlen_q
+    return gl.where(keys < seqlen_k, needed, 2147483647)
+
+
+@gluon.jit
 def hide(x, needed, row):
     # x [keys, rows], -inf where the row (the first is `row`) doesn't see the key: it does from
     # needed[key] on. A row is 8 a + 2 t + e, where t is the thread of four that holds it: so written,
@@ -174,6 +184,36 @@ def hide(x, needed, row):
 def by_row(numbers, zero):
     # One number per row, as an accumulator of scores [keys, rows] that a product is added to.
     return zero + gl.expand_dims(numbers.load(gl.SliceLayout(0, zero.type.layout)), 0)
+
+
+@gluon.jit
+def add_block(
+    s, dk, dv, v, q, dout, lse2, minus_delta, dout_full, phase, zero, needed, row, scale_log2,
+    BLOCK_D: gl.constexpr, MASKED: gl.constexpr, DP_EARLY: gl.constexpr,
+):
+    # From the pending scores of a block of rows, all kept transposed: dS, and dk and dv to which the
+    # block's products are being added; with them what must be kept until these are done.
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16]), 2)
+    mbarrier.wait(dout_full, phase)
+    if DP_EARLY:
+        dp = warpgroup_mma(v, dout.permute((1, 0)), by_row(minus_delta, zero), is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
+    # Read after the wait: before it, it would take registers from the products.
+    p = s * scale_log2 - by_row(lse2, zero)
+    if MASKED:
+        p = hide(p, needed, row)
+    p = gl.exp2(p)
+    p_operand = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
+    if not DP_EARLY:
+        dp = warpgroup_mma(v, dout.permute((1, 0)), by_row(minus_delta, zero), is_async=True)
+    dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds = (p * dp).to(q.dtype)
+    ds_operand = gl.convert_layout(ds, P_LAYOUT)
+    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    return ds, ds_operand, p_operand, dk, dv
 
 
 @triton.jit
@@ -231,17 +271,17 @@ def flash_bwd_ws_convert(
 def load(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
     kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
-    CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
     # The loader's part: one warp, which starts copies.
-    BLOCK_N: gl.constexpr = 64 * CONSUMERS
+    BLOCK_N: gl.constexpr = 64 * PARTS
     start_n, batch, head_kv = tile_coords(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
     )
     first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N, BLOCK_M, CAUSAL)
     mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
-    for c in gl.static_range(CONSUMERS):
+    for c in gl.static_range(PARTS):
         copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
     block = 0
     for member in range(group):
@@ -256,7 +296,7 @@ def load(
             copy_in(lse2_desc, [statistics + row], q_full.index(stage), lse_s.index(stage))
             if block == 0:
                 mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
-                for c in gl.static_range(CONSUMERS):
+                for c in gl.static_range(PARTS):
                     copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
             mbarrier.expect(dout_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(dout_desc, [batch, head, row, 0], dout_full.index(stage), dout_s.index(stage))
@@ -299,8 +339,6 @@ def step(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr, MASKED: gl.constexpr, DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
     # What the rows of `block` give dk and dv, and dq of the block before.
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
     before = block - 1
     stage = block % STAGES
     phase = (block // STAGES) & 1
@@ -321,25 +359,10 @@ def step(
     dq = warpgroup_mma_wait(1, deps=[dq])
     if block > 0:
         hand_in(c, dq, sums_desc, dq_s, batch, last_head, last_row, DQ_SPLIT)
-    mbarrier.wait(dout_full.index(stage), phase)
-    if DP_EARLY:
-        dp = warpgroup_mma(v, dout.permute((1, 0)), by_row(delta_s.index(stage), zero), is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-    else:
-        s = warpgroup_mma_wait(0, deps=[s])
-    # Read after the wait: before it, it would take registers from the products.
-    p = s * scale_log2 - by_row(lse_s.index(stage), zero)
-    if MASKED:
-        p = hide(p, needed, row)
-    p = gl.exp2(p)
-    p_operand = gl.convert_layout(p.to(q.dtype), P_LAYOUT)
-    if not DP_EARLY:
-        dp = warpgroup_mma(v, dout.permute((1, 0)), by_row(delta_s.index(stage), zero), is_async=True)
-    dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = (p * dp).to(q.dtype)
-    ds_operand = gl.convert_layout(ds, P_LAYOUT)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    ds, ds_operand, p_operand, dk, dv = add_block(
+        s, dk, dv, v, q, dout, lse_s.index(stage), delta_s.index(stage), dout_full.index(stage), phase,
+        zero, needed, row, scale_log2, BLOCK_D, MASKED, DP_EARLY,
+    )
     ds_s.index((block & 1) * CONSUMERS + c).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(block & 1))
@@ -368,12 +391,7 @@ def consume(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
     )
     first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N, BLOCK_M, CAUSAL)
-    # For each of 64 keys the first row that sees it: none sees one that isn't there.
-    key = start_n + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    needed = gl.full([64], 0, gl.int32, gl.SliceLayout(1, S_LAYOUT))
-    if CAUSAL:
-        needed = key - seqlen_k + seqlen_q
-    needed = gl.where(key < seqlen_k, needed, 2147483647)
+    needed = first_rows(start_n + c * 64, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
     zero = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([DQ_ROWS, DQ_COLUMNS], gl.float32, Q_LAYOUT)
     dk = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)

@@ -166,6 +166,18 @@ def mask_scores(s, limit, start):
 
 
 @gluon.jit
+def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
+    # For each of 64 rows the first key that it doesn't see.
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    limit = gl.full([64], seqlen_k, gl.int32, ROWS)
+    if CAUSAL:
+        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
+        position = row + gl.arange(0, 64, ROWS) // PACK_HEADS
+        limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
+    return limit
+
+
+@gluon.jit
 def put(slot, number):
     # A number into a slot of shared memory, by one warp.
     slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -731,18 +743,6 @@ def step(
     else:
         acc = acc * alpha
     return acc, left, right, m_i, l_i
-
-
-@gluon.jit
-def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
-    # For each of 64 rows the first key that it doesn't see.
-    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    limit = gl.full([64], seqlen_k, gl.int32, ROWS)
-    if CAUSAL:
-        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
-        position = row + gl.arange(0, 64, ROWS) // PACK_HEADS
-        limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
-    return limit
 
 
 @gluon.jit

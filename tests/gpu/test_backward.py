@@ -14,6 +14,7 @@ from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.reference import exact_gradients, gradient_allowances
 from autoflash.runtime import dispatch
+from autoflash.runtime.inputs import problem_of
 from autoflash.runtime.launcher import Launcher
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS, current_target
@@ -131,7 +132,7 @@ def test_only_what_is_needed_is_computed(wanted: str, monkeypatch: pytest.Monkey
     every = dict(zip("qkv", gradients(q, k, v, dout, causal=True, **SAME), strict=True))
     inputs = {"q": q, "k": k, "v": v}
     leaves = [inputs[name].requires_grad_() for name in wanted]
-    out = autoflash.attention(q, k, v, causal=True)
+    out = autoflash.attention(q, k, v, causal=True, deterministic=wanted == "qkv")
     torch.cuda.synchronize()
     with torch.profiler.profile() as profile:
         grads = torch.autograd.grad(out, leaves, dout)
@@ -139,8 +140,11 @@ def test_only_what_is_needed_is_computed(wanted: str, monkeypatch: pytest.Monkey
     for name, grad in zip(wanted, grads, strict=True):
         assert torch.equal(grad, every[name])
     ran = {event.name for event in profile.events() or [] if event.name.startswith("flash_bwd")}
-    expected = {"flash_bwd_delta"} | ({"flash_bwd_dq"} if "q" in wanted else set())
-    expected |= {"flash_bwd_dkdv"} if {"k", "v"} & set(wanted) else set()
+    kernel = KERNELS[autoflash.explain(q, k, v, causal=True, op="bwd", **SAME).kernel]
+    problem = problem_of(q, k, v, causal=True, bshd=False, op="bwd")
+    results = {f"d{name}" for name in wanted}
+    functions = kernel.functions(problem, kernel.default(problem, current_target()))
+    expected = {f.name for f in functions if f.results & results}
     assert ran == expected
 
 
@@ -340,7 +344,7 @@ def config_problems() -> list[Problem]:
 CONFIG_CASES = [
     (name, index)
     for index, problem in enumerate(config_problems())
-    for name in ("flash_bwd", "flash_bwd_ws")
+    for name in ("flash_bwd", "flash_bwd_ws", "flash_bwd_split")
     if KERNELS[name].serves(problem, NAMED_TARGETS["h200"]) is None
 ]
 
@@ -361,10 +365,16 @@ def test_a_config_of_each_problem_meets_the_accuracy_rule(name: str, index: int)
     assert FullGradients(problem).why_wrong(launcher) is None, (problem.label(), config)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [*(("flash_bwd_ws", dim) for dim in (64, 96, 128)),
+     *(("flash_bwd_split", dim) for dim in (64, 128, 192, 256))],
+)  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_config_of_the_hopper_kernel_meets_the_accuracy_rule(dim: int, causal: bool) -> None:
-    kernel, target = KERNELS["flash_bwd_ws"], current_target()
+def test_configs_of_the_hopper_kernels_meet_the_accuracy_rule(
+    name: str, dim: int, causal: bool
+) -> None:
+    kernel, target = KERNELS[name], current_target()
     problem = Problem(
         batch=3, heads=6, kv_heads=2, seqlen_q=1234, seqlen_k=1500, head_dim=dim, head_dim_v=dim,
         dtype="bfloat16", causal=causal, op="bwd",
@@ -376,7 +386,9 @@ def test_every_config_of_the_hopper_kernel_meets_the_accuracy_rule(dim: int, cau
     # The order of tiles alone changes no code.
     configs = {Config(**{**c, "GROUP_MB": 1}) for c in kernel.space.configs(problem, target)}
     assert len(configs) > 4
-    for config in sorted(configs, key=str):
+    seed = run_seed()
+    print(f"seed {seed}")
+    for config in random.Random(seed).sample(sorted(configs, key=str), min(8, len(configs))):
         launcher = Launcher(kernel, problem, config, ALIGNED, target)
         for case in (*cases, full):
             assert case.why_wrong(launcher) is None, config

