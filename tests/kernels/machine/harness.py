@@ -9,6 +9,7 @@ from torch import Tensor
 from autoflash.codegen.render import render
 from autoflash.kernels.kernel import Argument, Call, Counter, Descriptor, Kernel, Pointer
 from autoflash.problem import Problem
+from autoflash.runtime.inputs import strides_of
 from autoflash.space import Config
 from autoflash.target import Target
 from tests.kernels.machine import gluon_machine
@@ -22,7 +23,7 @@ def run_function(
     """Runs the function ``name`` of the rendered file, its text changed by ``change``, on
     ``tensors``: those of the op and scratch, by the names of the declaration."""
     (function,) = (f for f in kernel.functions(problem, config) if f.name == name)
-    strides = {n: strides_of(x) for n, x in tensors.items() if x.dim() == 4}
+    strides = {n: strides_of(x, False) for n, x in tensors.items() if x.dim() == 4}
     call = Call(
         problem=problem, scale=problem.head_dim**-0.5, strides=strides, given=frozenset(tensors)
     )
@@ -45,12 +46,6 @@ def run_function(
     machine.run(code, [*arguments, *function.constexprs.values()], programs)
     # A counter is zero again for the next launch.
     assert not any(bool(counter.any()) for counter in counters)
-
-
-def strides_of(x: Tensor) -> tuple[int, int, int]:
-    """As runtime.inputs gives them to a Call: 0 for a dimension of size one."""
-    batch, head, row = (x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
-    return batch, head, row
 
 
 def whole(x: Tensor) -> Tensor:
