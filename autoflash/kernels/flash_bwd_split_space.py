@@ -105,6 +105,8 @@ def _fits_registers(config: Config, problem: Problem, target: Target) -> str | N
     for part, need in needs.items():
         if need > _PAPER_REGISTERS:
             return f"{part}: about {need} registers per thread, of {CONSUMER_REGISTERS}"
+    if paired(problem) and config["DQ_BLOCK_N"] != 32:
+        return f"dq: steps of {config['DQ_BLOCK_N']} keys spill 336 bytes with such wide heads"
     return None
 
 

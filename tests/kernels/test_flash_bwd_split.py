@@ -160,7 +160,8 @@ REJECTED = [
     ("registers", H100, {}, {"DKDV_BLOCK_M": 128}, ["dk, dv", "328", "240"]),
     ("registers", H100, WIDE, {"DQ_BLOCK_N": 128}, ["dq", "328", "240"]),
     ("shared memory", H100, WIDE, {"DKDV_STAGES": 3}, ["dk, dv", str(227 * 1024)]),
-    ("shared memory", H100, WIDE, {"DQ_BLOCK_N": 64}, ["dq", str(227 * 1024)]),
+    ("registers", H100, WIDE, {"DQ_BLOCK_N": 64}, ["dq", "64 keys", "336"]),
+    ("shared memory", H100, {}, {"DQ_BLOCK_N": 128, "DQ_SLOTS": 6}, ["dq", str(227 * 1024)]),
     ("keys", H100, {"seqlen_k": 40}, {"DQ_BLOCK_N": 128}, ["128", "40 keys"]),
     ("tile order", H100, {"seqlen_q": 100_000}, {"GROUP_MB": 8}, ["1 heads", "as 1"]),
 ]
