@@ -9,22 +9,17 @@ before: gradients and what the kernels need on the way. What the forward kept fo
 """
 
 import argparse
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_attention import provenance
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from bench_attention import write_results
+from train_transformer import Attention, attention_of
 
 import autoflash
 from autoflash.problem import parse_length
-from autoflash.target import current_target
 
 _MIB = 1 << 20
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def main() -> None:
@@ -39,10 +34,7 @@ def main() -> None:
         row(parse_length("seqlen", text), arguments.heads, arguments.head_dim)
         for text in arguments.seqlens.split(",")
     ]
-    result = {**provenance(arguments.commit), "script": "scripts/backward_memory.py", "rows": rows}
-    out = arguments.out or Path("benchmarks") / current_target().slug / "backward_memory.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_results(rows, "backward_memory.json", arguments)
 
 
 def row(seqlen: int, heads: int, head_dim: int) -> dict[str, Any]:
@@ -63,23 +55,18 @@ def row(seqlen: int, heads: int, head_dim: int) -> dict[str, Any]:
     return found
 
 
-def implementations() -> dict[str, Attend]:
+def implementations() -> dict[str, Attention]:
     """Causal attention of [B, H, S, D] by name."""
-
-    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
     return {
-        "autoflash": lambda q, k, v: autoflash.attention(q, k, v, causal=True),
+        "autoflash": attention_of("autoflash"),
         "autoflash_deterministic": lambda q, k, v: autoflash.attention(
             q, k, v, causal=True, deterministic=True
         ),
-        "eager": eager,
+        "eager": attention_of("math"),
     }
 
 
-def measure(attend: Attend, seqlen: int, heads: int, head_dim: int) -> tuple[float, float]:
+def measure(attend: Attention, seqlen: int, heads: int, head_dim: int) -> tuple[float, float]:
     """MiB that a forward leaves behind, and that the backward takes at most beside them."""
     shape = (1, heads, seqlen, head_dim)
     leaves = [

@@ -17,6 +17,7 @@ import json
 import math
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -64,10 +65,7 @@ def main() -> None:
             rows.append(bench_row(problem, peers, arguments.rounds))
             print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-    result = {**provenance(arguments.commit), "rows": rows}
-    out = arguments.out or Path("benchmarks") / current_target().slug / f"attention_{op}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    out = write_results(rows, f"attention_{op}.json", arguments)
     Console(width=150).print(table(rows, peers), f"\nwritten: {out}")
     print(summary(rows))
 
@@ -79,13 +77,18 @@ def problems(op: str, dtype: str, head_dims: list[int], seqlens: list[str]) -> l
         for causal in (False, True):
             for length in seqlens:
                 seqlen = parse_length("seqlen", length)
-                sizes = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
-                kind = {"op": op, "head_dim": head_dim, "dtype": dtype, "causal": causal}
-                found.append(Problem.parse({**sizes, **kind}))
+                found.append(paper_problem(op, dtype, head_dim, seqlen, causal))
     for batch, seqlen in ((4, 4000), (2, 8191)):
         sizes = {"batch": batch, "heads": 32, "kv_heads": 8, "seqlen": seqlen, "head_dim": 128}
         found.append(Problem.parse({**sizes, "op": op, "dtype": dtype, "causal": True}))
     return found
+
+
+def paper_problem(op: str, dtype: str, head_dim: int, seqlen: int, causal: bool) -> Problem:
+    """The papers' shape of this length and head dim."""
+    sizes = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
+    kind = {"op": op, "head_dim": head_dim, "dtype": dtype, "causal": causal}
+    return Problem.parse({**sizes, **kind})
 
 
 def matmul_row(dtype: str) -> dict[str, Any]:
@@ -150,6 +153,16 @@ def host_us(call: Callable[[], object]) -> float:
     return spent / (_HOST_CALLS // batch * batch) * 1e6
 
 
+def write_results(rows: list[dict[str, Any]], name: str, arguments: argparse.Namespace) -> Path:
+    """Write ``rows`` and their provenance as JSON, and say where: to ``arguments.out``, by default
+    as ``name`` among this GPU's results."""
+    out: Path = arguments.out or Path("benchmarks") / current_target().slug / name
+    result = {**provenance(arguments.commit), "rows": rows}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return out
+
+
 def provenance(commit: str) -> dict[str, str]:
     """GPU, versions, script and date."""
     found = versions()
@@ -164,7 +177,7 @@ def provenance(commit: str) -> dict[str, str]:
         "torch": found["torch"],
         "triton": found["triton"],
         "commit": commit,
-        "script": "scripts/bench_attention.py",
+        "script": f"scripts/{Path(sys.argv[0]).name}",
         "date": date.today().isoformat(),
     }
 

@@ -8,7 +8,6 @@ the accuracy rule and timed in turns in one process; a change that can't run is 
 """
 
 import argparse
-import json
 import os
 import statistics
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_attention import HIDDEN, TOKENS, provenance
+from bench_attention import paper_problem, write_results
 
 from autoflash.errors import AutoFlashError
 from autoflash.kernels import KERNELS
@@ -50,16 +49,12 @@ def main() -> None:
         for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[arguments.causal]:
             for text in arguments.seqlens.split(","):
                 seqlen = parse_length("seqlen", text)
-                sizes = {"batch": TOKENS // seqlen, "heads": HIDDEN // head_dim, "seqlen": seqlen}
-                problem = Problem.parse({**sizes, "head_dim": head_dim, "causal": causal})
+                problem = paper_problem("fwd", "bfloat16", head_dim, seqlen, causal)
                 plan.append((problem, changed(arguments.kernel, problem, target)))
     compile_all(arguments.kernel, plan, target)
     rows = [row for problem, configs in plan for row in compare(
         arguments.kernel, problem, configs, target, arguments.rounds)]  # fmt: skip
-    result = {**provenance(arguments.commit), "script": "scripts/compare_configs.py", "rows": rows}
-    out = arguments.out or Path("benchmarks") / target.slug / f"{arguments.kernel}_params.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_results(rows, f"{arguments.kernel}_params.json", arguments)
 
 
 def changed(kernel: str, problem: Problem, target: Target) -> list[tuple[str, Config]]:

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_attention import provenance
+from bench_attention import write_results
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoflash
-from autoflash.target import current_target
 
 VOCABULARY = 32768
 # The tokens that occur, so that the table is learned within the run.
@@ -68,13 +67,10 @@ def main() -> None:
     for line in distances(rows):
         print(line)
     if device == "cuda":
-        result = {**provenance(arguments.commit), "script": "scripts/train_transformer.py"}
-        out = arguments.out or Path("benchmarks") / current_target().slug / "training.json"
-    else:
-        result, out = {}, arguments.out
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_results(rows, "training.json", arguments)
+    elif arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def attention_of(name: str) -> Attention:

@@ -18,6 +18,8 @@ from autoflash.kernels.flash_bwd_space import (
 )
 from autoflash.kernels.flash_fwd_space import block_d, block_dv
 from autoflash.kernels.kernel import (
+    LOG2_E,
+    TRITON_DTYPES,
     Access,
     Argument,
     Call,
@@ -26,15 +28,14 @@ from autoflash.kernels.kernel import (
     Pointer,
     Scratch,
     Variant,
+    slug_parts,
+    why_too_long,
 )
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
 from autoflash.target import Target
 
-_TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-_LOG2_E = 1.4426950408889634
 _MAX_GRID = 2**31 - 1
-_MAX_LENGTH = 2**31 - 512
 # A load of memory's speed whatever it is: not worth a Param.
 _DELTA_ROWS = 32
 
@@ -47,11 +48,7 @@ class FlashBwdVariant(Variant):
         return {}
 
     def slug(self, problem: Problem) -> str:
-        dims = f"d{problem.head_dim}"
-        if problem.head_dim_v != problem.head_dim:
-            dims += f"v{problem.head_dim_v}"
-        parts = [_TRITON_DTYPES[problem.dtype], dims]
-        return "_".join(parts + (["causal"] if problem.causal else []))
+        return "_".join(slug_parts(problem))
 
 
 class FlashBwd(Kernel):
@@ -70,10 +67,9 @@ class FlashBwd(Kernel):
             return "float32 is not served on a GPU: use float16 or bfloat16"
         if target.vendor == "nvidia" and target.capability < 80:
             return f"{target.arch} is older than sm_80"
-        # Rounded up to whole tiles, lengths are 32-bit numbers in the kernel.
-        longest = max(problem.seqlen_q, problem.seqlen_k)
-        if longest > _MAX_LENGTH:
-            return f"a length of {longest}: the longest that is served is {_MAX_LENGTH}"
+        reason = why_too_long(problem)
+        if reason is not None:
+            return reason
         # Even the smallest programs must fit the grid's first dimension.
         rows = problem.batch * problem.heads * -(-problem.seqlen_q // 16)
         keys = problem.batch * problem.kv_heads * -(-problem.seqlen_k // 32)
@@ -94,7 +90,7 @@ class FlashBwd(Kernel):
         return (Scratch(name="delta", shape=shape, dtype="float32"),)
 
     def functions(self, problem: Problem, config: Config) -> tuple[Function, ...]:
-        pointer = f"*{_TRITON_DTYPES[problem.dtype]}"
+        pointer = f"*{TRITON_DTYPES[problem.dtype]}"
         return (
             _delta(problem, pointer),
             _dkdv(problem, config, pointer),
@@ -237,7 +233,7 @@ def _arguments(call: Call, outputs: tuple[str, ...], heads: int) -> list[Argumen
     ]
     for name in (*_INPUTS, *outputs):
         arguments += call.strides[name]
-    arguments += [call.scale, call.scale * _LOG2_E]
+    arguments += [call.scale, call.scale * LOG2_E]
     return [*arguments, heads, p.group, p.batch * heads, p.seqlen_q, p.seqlen_k]
 
 

@@ -31,9 +31,6 @@ class Number(torch.Tensor):
     def type(self) -> Any:
         return types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: Any) -> "Number":
-        return super().to(dtype)
-
     def __iadd__(self, other: Any) -> "Number":  # type: ignore[override]
         # A name gets a new value; others that shared the old one keep it.
         return self + other

@@ -1,6 +1,5 @@
 """One function of a kernel on the Gluon machine, with the arguments that its declaration binds."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -54,15 +53,8 @@ def whole(x: Tensor) -> Tensor:
     return base.as_strided((base.numel() - x.storage_offset(),), (1,), x.storage_offset())
 
 
-def within_nan(x: Tensor) -> Tensor:
-    """A copy of x [B, H, S, D] as a view of a larger buffer of NaN: rows are 8 longer, heads 3."""
-    batch, heads, rows, dims = x.shape
-    view = x.new_full((batch, heads, rows + 3, dims + 8), math.nan)[:, :, :rows, :dims]
-    return view.copy_(x)
-
-
 def stray_writes(x: Tensor) -> int:
-    """How many elements around a view that within_nan gave are no longer NaN."""
+    """How many elements around a view that surrounded() gave are no longer NaN."""
     base = x._base
     assert base is not None
     return int((~base.isnan()).sum() - (~x.isnan()).sum())

@@ -18,8 +18,9 @@ from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
+from tests.kernels.interpreter.interpreter_worker import surrounded
 from tests.kernels.machine.gluon_machine import Machine
-from tests.kernels.machine.harness import run_function, stray_writes, within_nan
+from tests.kernels.machine.harness import run_function, stray_writes
 
 KERNEL = KERNELS["flash_fwd_ws"]
 # Few enough for persistent programs to have several tiles each.
@@ -67,7 +68,7 @@ def why_wrong(problem, config, seed, change=str, target=TARGET, patience_s=30.0)
     out = torch.full((*q.shape[:3], problem.head_dim_v), math.nan, dtype=q.dtype)
     lse = torch.full((q[..., 0].numel() + 64,), math.nan)
     tensors = {"q": q, "k": k, "v": v, "out": out}
-    tensors = {name: within_nan(x) for name, x in tensors.items()}
+    tensors = {name: surrounded(x) for name, x in tensors.items()}
     tensors["lse"] = lse[32:-32].view(q.shape[:3])
     machine = Machine(seed=seed, patience_s=patience_s)
     run_function(KERNEL, "flash_fwd_ws", problem, config, tensors, target, machine, change)
