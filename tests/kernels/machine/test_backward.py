@@ -20,8 +20,9 @@ from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
 from autoflash.tuning.check_bwd import make_gradient_case
+from tests.kernels.interpreter.interpreter_worker import surrounded
 from tests.kernels.machine.gluon_machine import Machine
-from tests.kernels.machine.harness import run_function, stray_writes, within_nan
+from tests.kernels.machine.harness import run_function, stray_writes
 
 # The functions that run on the machine.
 FUNCTIONS = {
@@ -68,12 +69,12 @@ def why_wrong(name, problem, config, seed, change=str, patience_s=30.0) -> str |
         q[..., 0], k[..., 0] = 60, -60
     dlse = torch.randn(q.shape[:3], generator=generator) if seed % 2 else None
     gradients = make_gradient_case("machine", p, q, k, v, dout, dlse)
-    tensors = {n: within_nan(x) for n, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+    tensors = {n: surrounded(x) for n, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     if p.causal:
         for given in ("q", "dout"):
             tensors[given][:, :, : max(0, p.seqlen_q - p.seqlen_k)] = math.nan
     for grad, x in (("dq", q), ("dk", k), ("dv", v)):
-        tensors[grad] = within_nan(torch.full_like(x, math.nan))
+        tensors[grad] = surrounded(torch.full_like(x, math.nan))
     tensors |= scratch(name, problem, gradients.inputs)
     for function in FUNCTIONS[name]:
         machine = Machine(seed=seed, patience_s=patience_s)
