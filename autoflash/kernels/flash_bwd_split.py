@@ -26,6 +26,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     CONSUMER_REGISTERS,
     GROUP_SIZES,
     LOADER_REGISTERS,
+    lead_rows,
     padded_rows,
 )
 from autoflash.kernels.flash_fwd_ws_space import block_d
@@ -177,7 +178,8 @@ def _dkdv(problem: Problem, config: Config) -> Function:
         heads = p.batch * p.kv_heads
         arguments: list[Argument] = [copied(name, call, b) for name, b in blocks.items()]
         arguments += [call.scale, call.scale * LOG2_E, p.kv_heads, p.group, heads]
-        arguments += [group_heads(config, p, heads), p.seqlen_q, p.seqlen_k, padded_rows(p)]
+        arguments += [group_heads(config, p, heads), p.seqlen_q, p.seqlen_k]
+        arguments += [padded_rows(p), lead_rows(p)]
         return arguments
 
     def grid(problem: Problem, target: Target) -> int:
@@ -215,7 +217,8 @@ def _dq(problem: Problem, config: Config) -> Function:
         arguments: list[Argument] = [copied(name, call, b) for name, b in blocks.items()]
         arguments += [Pointer(tensor="lse2"), Pointer(tensor="minus_delta")]
         arguments += [call.scale, call.scale * LOG2_E, p.heads, p.group, heads]
-        arguments += [group_heads(config, p, heads), p.seqlen_q, p.seqlen_k, padded_rows(p)]
+        arguments += [group_heads(config, p, heads), p.seqlen_q, p.seqlen_k]
+        arguments += [padded_rows(p), lead_rows(p)]
         return arguments
 
     def grid(problem: Problem, target: Target) -> int:
@@ -255,5 +258,5 @@ def _signature(
         for name, block in blocks.items()
     }
     kinds |= {f"{name}_ptr": "*fp32" for name in pointers}
-    sizes = (heads, "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded")
+    sizes = (heads, "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded", "lead")
     return {**kinds, "scale": "fp32", "scale_log2": "fp32", **dict.fromkeys(sizes, "i32")}

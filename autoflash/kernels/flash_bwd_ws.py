@@ -19,6 +19,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     SPACE,
     dq_part,
     group_heads,
+    lead_rows,
     padded_rows,
     shared_parts,
     why_not_served,
@@ -170,7 +171,7 @@ def row_statistics(name: str, problem: Problem, *, sums: bool) -> Function:
         tensors = [Pointer(tensor=name) for name in ("out", "dout", *flat)]
         p = call.problem
         strides = [*call.strides["out"], *call.strides["dout"]]
-        sizes = [p.heads, p.seqlen_q, padded_rows(p), int("dlse" in call.given)]
+        sizes = [p.heads, p.seqlen_q, padded_rows(p), lead_rows(p), int("dlse" in call.given)]
         return [*tensors, *strides, *sizes]
 
     def grid(problem: Problem, target: Target) -> int:
@@ -178,7 +179,7 @@ def row_statistics(name: str, problem: Problem, *, sums: bool) -> Function:
         return problem.batch * problem.heads * -(-padded_rows(problem) // _PREPARE_ROWS)
 
     strides = [f"stride_{t}{axis}" for t in ("o", "do") for axis in "bhm"]
-    sizes = ("heads", "seqlen_q", "padded", "has_dlse")
+    sizes = ("heads", "seqlen_q", "padded", "lead", "has_dlse")
     width = {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem)} if sums else {}
     return Function(
         name=name,
@@ -207,7 +208,7 @@ def _main(problem: Problem, config: Config) -> Function:
         for name, block in blocks.items()
     }
     sizes = (
-        "kv_heads", "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded",
+        "kv_heads", "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded", "lead",
     )  # fmt: skip
 
     def bind(call: Call) -> list[Argument]:
@@ -215,7 +216,7 @@ def _main(problem: Problem, config: Config) -> Function:
         arguments: list[Argument] = [copied(name, call, b) for name, b in blocks.items()]
         arguments += [call.scale, call.scale * LOG2_E, p.kv_heads, p.group]
         arguments += [p.batch * p.kv_heads, group_heads(config, p)]
-        return [*arguments, p.seqlen_q, p.seqlen_k, padded_rows(p)]
+        return [*arguments, p.seqlen_q, p.seqlen_k, padded_rows(p), lead_rows(p)]
 
     def grid(problem: Problem, target: Target) -> int:
         del target

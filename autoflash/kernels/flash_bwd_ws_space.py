@@ -12,6 +12,8 @@ CONSUMER_REGISTERS = 240
 LOADER_REGISTERS = 24
 # Rows of statistics that lie behind each head's, so that no block reads the next head's.
 MOST_ROWS = 128
+# As many numbers of fp32 are 16 bytes.
+_ALIGNED_ROWS = 4
 GROUP_SIZES = (1, 8, 16, 24, 32, 64)
 # Registers of a consumer that may be asked for on paper: some of them are never needed at once.
 _PAPER_REGISTERS = 256
@@ -20,9 +22,16 @@ _OTHER_REGISTERS = 32
 _OTHER_SHARED = 2048
 
 
+def lead_rows(problem: Problem) -> int:
+    """Numbers before a head's row statistics, so that blocks of them that start where some tile's
+    keys begin to be seen lie at multiples of 16 bytes, as the tensor copy engine wants it."""
+    return (problem.seqlen_k - problem.seqlen_q) % _ALIGNED_ROWS if problem.causal else 0
+
+
 def padded_rows(problem: Problem) -> int:
-    """Numbers of a head's row statistics, with those behind its rows; a multiple of 16 bytes."""
-    return -(-(problem.seqlen_q + MOST_ROWS) // 4) * 4
+    """Numbers of a head's row statistics, with those before and behind its rows."""
+    most = problem.seqlen_q + MOST_ROWS + _ALIGNED_ROWS - 1
+    return -(-most // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 def dq_part(config: Config, problem: Problem) -> tuple[int, int]:

@@ -60,12 +60,12 @@ def load_rows(
 def flash_bwd_split_prepare(
     out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
-    heads, seqlen_q, padded, has_dlse,
+    heads, seqlen_q, padded, lead, has_dlse,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
-    # lse2 and minus_delta fp32 [batch, heads, padded]; those
+    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; those
     # in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
     # zero.
     n_rows = tl.cdiv(padded, BLOCK_M)
@@ -86,8 +86,10 @@ def flash_bwd_split_prepare(
     lse = tl.load(lse_ptr + at, mask=there, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
     to = head_index.to(tl.int64) * padded + rows
-    tl.store(minus_delta_ptr + to, dlse - delta, mask=rows < padded)
-    tl.store(lse2_ptr + to, lse, mask=rows < padded)
+    tl.store(minus_delta_ptr + to, tl.zeros([BLOCK_M], tl.float32), mask=rows < lead)
+    tl.store(lse2_ptr + to, tl.full([BLOCK_M], float("inf"), tl.float32), mask=rows < lead)
+    tl.store(minus_delta_ptr + to + lead, dlse - delta, mask=rows + lead < padded)
+    tl.store(lse2_ptr + to + lead, lse, mask=rows + lead < padded)
 
 
 @gluon.jit
@@ -204,15 +206,18 @@ def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.con
 
 
 @gluon.jit
-def row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+def row_blocks(
+    start_n, seqlen_q, seqlen_k, lead, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr
+):
     # Rows are walked from `first` on, the first that sees any of the keys: rows that see none of
     # them are never read. Only the first `masked` blocks, which the diagonal cuts, need a mask; all
-    # do where the keys end inside the tile.
+    # do where the keys end inside the tile. The copy engine wants statistics at multiples of 16
+    # bytes: blocks of all tiles start a multiple of 4 rows from each other, -lead among them.
     first = 0
     masked = 0
     if CAUSAL:
         # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
-        first = gl.maximum(start_n - seqlen_k + seqlen_q, 0)
+        first = gl.maximum(start_n - seqlen_k + seqlen_q, -lead)
         whole = gl.maximum(start_n + BLOCK_N - 1 - seqlen_k + seqlen_q, 0)
         masked = gl.cdiv(whole - first, BLOCK_M)
     blocks = gl.cdiv(seqlen_q - first, BLOCK_M)
@@ -289,7 +294,7 @@ def add_block(
 @gluon.jit
 def load(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
@@ -298,14 +303,14 @@ def load(
     start_n, batch, head_kv = tile_coords(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
     )
-    first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N, BLOCK_M, CAUSAL)
+    first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
     mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
     for c in gl.static_range(PARTS):
         copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
     block = 0
     for member in range(group):
         head = head_kv * group + member
-        statistics = (batch * kv_heads * group + head) * padded
+        statistics = (batch * kv_heads * group + head) * padded + lead
         for i in range(blocks):
             stage = block % STAGES
             row = first + i * BLOCK_M
@@ -347,7 +352,7 @@ def step(
 @gluon.jit
 def consume(
     c: gl.constexpr, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
@@ -358,7 +363,7 @@ def consume(
     start_n, batch, head_kv = tile_coords(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
     )
-    first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N, BLOCK_M, CAUSAL)
+    first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
     zero = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     block = 0
     needed = first_rows(start_n + c * 64, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
@@ -388,13 +393,13 @@ def consume(
 @gluon.jit
 def consume_0(
     dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
     consume(
         0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
     )
 
@@ -402,13 +407,13 @@ def consume_0(
 @gluon.jit
 def consume_1(
     dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
     consume(
         1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
     )
 
@@ -416,14 +421,14 @@ def consume_1(
 @gluon.jit
 def flash_bwd_split_dkdv(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, dk_desc, dv_desc,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q, dout [batch, kv_heads * group, seqlen_q, dim], k, v, dk, dv [batch, kv_heads, seqlen_k, dim],
     # through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of all heads
-    # in a row, `padded` of each. batch_heads = batch * kv_heads.
+    # in a row, `padded` of each, the first row's after `lead`. batch_heads = batch * kv_heads.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [PARTS] + k_desc.block_type.shape, k_desc.layout)
@@ -438,17 +443,17 @@ def flash_bwd_split_dkdv(
     gl.warp_specialize([
         (consume_0, (
             dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
         )),
         (consume_1, (
             dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
         )),
         (load, (
             q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-            kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
@@ -457,7 +462,7 @@ def flash_bwd_split_dkdv(
 @gluon.jit
 def load_keys(
     q_desc, k_desc, v_desc, dout_desc, q_s, dout_s, ring, rows_full, full, free,
-    heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
 ):
     # The loader of dq: blocks of k and v take turns in the ring.
@@ -527,7 +532,7 @@ def add_rows(
 @gluon.jit
 def consume_keys(
     c: gl.constexpr, dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
 ):
     # The part of consumer c: 64 rows.
@@ -536,7 +541,7 @@ def consume_keys(
     row, batch, head = tile_coords(gl.program_id(0), seqlen_q, heads, batch_heads, group_heads, 128, CAUSAL)
     end, blocks, front, masked = key_blocks(row, seqlen_q, seqlen_k, 128, BLOCK_N, CAUSAL)
     limit = key_limits(row + c * 64, seqlen_q, seqlen_k, 1, CAUSAL, S_LAYOUT)
-    statistics = (batch * heads + head) * padded + row + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    statistics = (batch * heads + head) * padded + lead + row + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     lse2 = gl.load(lse2_ptr + statistics)
     minus_delta = gl.load(minus_delta_ptr + statistics)
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
@@ -566,12 +571,12 @@ def consume_keys(
 @gluon.jit
 def consume_keys_0(
     dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
 ):
     consume_keys(
         0, dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-        scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+        scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         BLOCK_N, SLOTS, BLOCK_D, CAUSAL,
     )
 
@@ -579,12 +584,12 @@ def consume_keys_0(
 @gluon.jit
 def consume_keys_1(
     dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
 ):
     consume_keys(
         1, dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-        scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+        scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         BLOCK_N, SLOTS, BLOCK_D, CAUSAL,
     )
 
@@ -592,7 +597,7 @@ def consume_keys_1(
 @gluon.jit
 def flash_bwd_split_dq(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, lse2_ptr, minus_delta_ptr,
-    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
@@ -607,17 +612,17 @@ def flash_bwd_split_dq(
     gl.warp_specialize([
         (consume_keys_0, (
             dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-            scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             BLOCK_N, SLOTS, BLOCK_D, CAUSAL,
         )),
         (consume_keys_1, (
             dq_desc, lse2_ptr, minus_delta_ptr, q_s, dout_s, ring, rows_full, full, free,
-            scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            scale, scale_log2, heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             BLOCK_N, SLOTS, BLOCK_D, CAUSAL,
         )),
         (load_keys, (
             q_desc, k_desc, v_desc, dout_desc, q_s, dout_s, ring, rows_full, full, free,
-            heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             BLOCK_N, SLOTS, BLOCK_D, CAUSAL,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
@@ -682,7 +687,8 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     group = heads // kv_heads
     dkdv, by_row = CONSTEXPRS["flash_bwd_split_dkdv"], CONSTEXPRS["flash_bwd_split_dq"]
     rows, keys, wide = dkdv["BLOCK_M"], by_row["BLOCK_N"], dkdv["BLOCK_D"]
-    padded = (seqlen_q + 131) // 4 * 4
+    lead = (seqlen_k - seqlen_q) % 4 if PROBLEM["causal"] else 0
+    padded = (seqlen_q + 134) // 4 * 4
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, minus_delta = (torch.empty(batch, heads, padded, device=q.device) for _ in range(2))
     scale = dim**-0.5 if scale is None else scale
@@ -696,7 +702,7 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     blocks = triton.cdiv(padded, CONSTEXPRS["flash_bwd_split_prepare"]["BLOCK_M"])
     launch(
         flash_bwd_split_prepare, batch * heads * blocks, out, dout, some, lse, lse2, minus_delta,
-        *out.stride()[:3], *dout.stride()[:3], heads, seqlen_q, padded, int(dlse is not None),
+        *out.stride()[:3], *dout.stride()[:3], heads, seqlen_q, padded, lead, int(dlse is not None),
     )
     flat = {"shape": [lse2.numel()], "strides": [1]}
     launch(
@@ -704,13 +710,13 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
         describe(q, 1, 1, rows, wide), describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide),
         describe(dout, 1, 1, rows, wide), describe(lse2, rows, **flat), describe(minus_delta, rows, **flat),
         describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide),
-        *scales, kv_heads, group, batch * kv_heads, fit(batch * kv_heads), seqlen_q, seqlen_k, padded,
+        *scales, kv_heads, group, batch * kv_heads, fit(batch * kv_heads), seqlen_q, seqlen_k, padded, lead,
     )
     launch(
         flash_bwd_split_dq, batch * heads * triton.cdiv(seqlen_q, 128),
         describe(q, 1, 1, 64, wide), describe(k, 1, 1, keys, wide), describe(v, 1, 1, keys, wide),
         describe(dout, 1, 1, 64, wide), describe(dq, 1, 1, 64, wide), lse2, minus_delta,
-        *scales, heads, group, batch * heads, fit(batch * heads), seqlen_q, seqlen_k, padded,
+        *scales, heads, group, batch * heads, fit(batch * heads), seqlen_q, seqlen_k, padded, lead,
     )
     return dq, dk, dv
 

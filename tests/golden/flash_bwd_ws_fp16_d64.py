@@ -134,15 +134,18 @@ def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.const
 
 
 @gluon.jit
-def row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+def row_blocks(
+    start_n, seqlen_q, seqlen_k, lead, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr
+):
     # Rows are walked from `first` on, the first that sees any of the keys: rows that see none of
     # them are never read. Only the first `masked` blocks, which the diagonal cuts, need a mask; all
-    # do where the keys end inside the tile.
+    # do where the keys end inside the tile. The copy engine wants statistics at multiples of 16
+    # bytes: blocks of all tiles start a multiple of 4 rows from each other, -lead among them.
     first = 0
     masked = 0
     if CAUSAL:
         # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
-        first = gl.maximum(start_n - seqlen_k + seqlen_q, 0)
+        first = gl.maximum(start_n - seqlen_k + seqlen_q, -lead)
         whole = gl.maximum(start_n + BLOCK_N - 1 - seqlen_k + seqlen_q, 0)
         masked = gl.cdiv(whole - first, BLOCK_M)
     blocks = gl.cdiv(seqlen_q - first, BLOCK_M)
@@ -220,12 +223,12 @@ def add_block(
 def flash_bwd_ws_prepare(
     out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr, sums_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
-    heads, seqlen_q, padded, has_dlse,
+    heads, seqlen_q, padded, lead, has_dlse,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
-    # lse2 and minus_delta fp32 [batch, heads, padded]; sums fp32 [batch, heads, seqlen_q, HEAD_DIM]; those
+    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; sums fp32 [batch, heads, seqlen_q, HEAD_DIM]; those
     # in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
     # zero.
     n_rows = tl.cdiv(padded, BLOCK_M)
@@ -246,8 +249,10 @@ def flash_bwd_ws_prepare(
     lse = tl.load(lse_ptr + at, mask=there, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
     to = head_index.to(tl.int64) * padded + rows
-    tl.store(minus_delta_ptr + to, dlse - delta, mask=rows < padded)
-    tl.store(lse2_ptr + to, lse, mask=rows < padded)
+    tl.store(minus_delta_ptr + to, tl.zeros([BLOCK_M], tl.float32), mask=rows < lead)
+    tl.store(lse2_ptr + to, tl.full([BLOCK_M], float("inf"), tl.float32), mask=rows < lead)
+    tl.store(minus_delta_ptr + to + lead, dlse - delta, mask=rows + lead < padded)
+    tl.store(lse2_ptr + to + lead, lse, mask=rows + lead < padded)
     sums = sums_ptr + head_index.to(tl.int64) * seqlen_q * HEAD_DIM
     store_rows(sums, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), start_m, seqlen_q, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D)
 
@@ -270,7 +275,7 @@ def flash_bwd_ws_convert(
 @gluon.jit
 def load(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
@@ -279,14 +284,14 @@ def load(
     start_n, batch, head_kv = tile_coords(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
     )
-    first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N, BLOCK_M, CAUSAL)
+    first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
     mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
     for c in gl.static_range(PARTS):
         copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
     block = 0
     for member in range(group):
         head = head_kv * group + member
-        statistics = (batch * kv_heads * group + head) * padded
+        statistics = (batch * kv_heads * group + head) * padded + lead
         for i in range(blocks):
             stage = block % STAGES
             row = first + i * BLOCK_M
@@ -375,7 +380,7 @@ def step(
 def consume(
     c: gl.constexpr, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
     kv_full, q_full, dout_full, free, ds_full, turns,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
@@ -390,7 +395,7 @@ def consume(
     start_n, batch, head_kv = tile_coords(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
     )
-    first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, BLOCK_N, BLOCK_M, CAUSAL)
+    first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
     needed = first_rows(start_n + c * 64, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
     zero = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([DQ_ROWS, DQ_COLUMNS], gl.float32, Q_LAYOUT)
@@ -438,7 +443,7 @@ def consume(
 def consume_0(
     sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
     kv_full, q_full, dout_full, free, ds_full, turns,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
@@ -446,7 +451,7 @@ def consume_0(
     consume(
         0, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
         kv_full, q_full, dout_full, free, ds_full, turns,
-        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         DQ_SPLIT, DP_EARLY, TURNS,
     )
@@ -456,7 +461,7 @@ def consume_0(
 def consume_1(
     sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
     kv_full, q_full, dout_full, free, ds_full, turns,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
@@ -464,7 +469,7 @@ def consume_1(
     consume(
         1, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
         kv_full, q_full, dout_full, free, ds_full, turns,
-        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         DQ_SPLIT, DP_EARLY, TURNS,
     )
@@ -473,7 +478,7 @@ def consume_1(
 @gluon.jit
 def flash_bwd_ws(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, sums_desc, dk_desc, dv_desc,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
@@ -481,7 +486,7 @@ def flash_bwd_ws(
 ):
     # q, dout [batch, kv_heads * group, seqlen_q, dim], k, v, dk, dv [batch, kv_heads, seqlen_k, dim],
     # sums fp32 like q, through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of
-    # all heads in a row, `padded` of each. batch_heads = batch * kv_heads.
+    # all heads in a row, `padded` of each, the first row's after `lead`. batch_heads = batch * kv_heads.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
@@ -502,20 +507,20 @@ def flash_bwd_ws(
         (consume_0, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
             kv_full, q_full, dout_full, free, ds_full, turns,
-            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (consume_1, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
             kv_full, q_full, dout_full, free, ds_full, turns,
-            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (load, (
             q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-            kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded,
+            kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
@@ -577,7 +582,8 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     group = heads // kv_heads
     main = CONSTEXPRS["flash_bwd_ws"]
     rows, wide = main["BLOCK_M"], main["BLOCK_D"]
-    padded = (seqlen_q + 131) // 4 * 4
+    lead = (seqlen_k - seqlen_q) % 4 if PROBLEM["causal"] else 0
+    padded = (seqlen_q + 134) // 4 * 4
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, minus_delta = (torch.empty(batch, heads, padded, device=q.device) for _ in range(2))
     sums = torch.empty(*q.shape, device=q.device)
@@ -587,7 +593,7 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     blocks = triton.cdiv(padded, CONSTEXPRS["flash_bwd_ws_prepare"]["BLOCK_M"])
     launch(
         flash_bwd_ws_prepare, batch * heads * blocks, out, dout, some, lse, lse2, minus_delta, sums,
-        *out.stride()[:3], *dout.stride()[:3], heads, seqlen_q, padded, int(dlse is not None),
+        *out.stride()[:3], *dout.stride()[:3], heads, seqlen_q, padded, lead, int(dlse is not None),
     )
     flat = {"shape": [lse2.numel()], "strides": [1]}
     part = (rows, wide // 2) if main["DQ_SPLIT"] == "columns" else (64, wide)
@@ -598,7 +604,7 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
         describe(dout, 1, 1, rows, wide), describe(lse2, rows, **flat), describe(minus_delta, rows, **flat),
         describe(sums, 1, 1, *part), describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide),
         scale, scale * 1.4426950408889634, kv_heads, group, batch * kv_heads, min(fit, batch * kv_heads),
-        seqlen_q, seqlen_k, padded,
+        seqlen_q, seqlen_k, padded, lead,
     )
     blocks = triton.cdiv(seqlen_q, CONSTEXPRS["flash_bwd_ws_convert"]["BLOCK_M"])
     launch(flash_bwd_ws_convert, batch * heads * blocks, sums, dq, *dq.stride()[:3], scale, heads, seqlen_q)

@@ -15,7 +15,7 @@ from autoflash.kernels.flash_bwd_split_space import (
     keys_owned,
     paired,
 )
-from autoflash.kernels.flash_bwd_ws_space import padded_rows
+from autoflash.kernels.flash_bwd_ws_space import lead_rows, padded_rows
 from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config
@@ -140,6 +140,7 @@ def test_heads_and_grids_by_hand():
     assert (dkdv["kv_heads"], dkdv["group"], dkdv["batch_heads"]) == (4, 4, 8)
     assert (dq["heads"], dq["group"], dq["batch_heads"]) == (16, 4, 32)
     assert dkdv["padded"] == dq["padded"] == padded_rows(PROBLEM) == 1132
+    assert dkdv["lead"] == dq["lead"] == lead_rows(PROBLEM)
     # 128 keys, or 64 of wide heads; 128 rows.
     assert functions()["flash_bwd_split_dkdv"].grid(PROBLEM, H100) == 8 * 16
     wide = problem_of(**WIDE)

@@ -9,7 +9,13 @@ from hypothesis import assume, example, given, settings
 
 from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
-from autoflash.kernels.flash_bwd_ws_space import dq_part, group_heads, padded_rows, shared_parts
+from autoflash.kernels.flash_bwd_ws_space import (
+    dq_part,
+    group_heads,
+    lead_rows,
+    padded_rows,
+    shared_parts,
+)
 from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config
@@ -129,7 +135,7 @@ def test_what_is_bound_by_hand():
     expected = {
         "scale": 0.5, "scale_log2": pytest.approx(0.5 * 1.4426950408889634), "kv_heads": 4,
         "group": 4, "batch_heads": 8, "group_heads": 1, "seqlen_q": 1001, "seqlen_k": 2000,
-        "padded": 1132,
+        "padded": 1132, "lead": 3,
     }  # fmt: skip
     assert {name: main[name] for name in expected} == expected
     assert main["q_desc"].shape == (2, 16, 1001, 96)
@@ -149,9 +155,19 @@ def test_scratch_has_room_for_what_is_read():
     }  # fmt: skip
     # A block that starts at the last row ends inside its head's statistics.
     (most,) = (max(p.choices) for p in SPACE.params if p.name == "BLOCK_M")
-    for rows in (1, 2, 1001, 4096):
-        assert padded_rows(problem_of(seqlen_q=rows)) >= rows - 1 + most
-        assert padded_rows(problem_of(seqlen_q=rows)) * 4 % 16 == 0
+    for rows in (1, 2, 3, 4, 1001, 4096):
+        problem = problem_of(seqlen_q=rows)
+        assert padded_rows(problem) >= lead_rows(problem) + rows - 1 + most
+        assert padded_rows(problem) * 4 % 16 == 0
+
+
+@pytest.mark.parametrize(("rows", "keys", "lead"), [(5, 2, 1), (2, 5, 3), (4, 8, 0), (300, 129, 1)])
+def test_statistics_lie_at_multiples_of_16_bytes_from_where_a_tile_begins(rows, keys, lead):
+    problem = problem_of(seqlen_q=rows, seqlen_k=keys, causal=True)
+    assert lead_rows(problem) == lead
+    for start in range(0, keys, 128):
+        assert (lead_rows(problem) + start - keys + rows) % 4 == 0
+    assert lead_rows(problem_of(seqlen_q=rows, seqlen_k=keys, causal=False)) == 0
 
 
 # -- constraints -----------------------------------------------------------------------------------

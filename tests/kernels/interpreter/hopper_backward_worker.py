@@ -17,7 +17,7 @@ import torch
 from autoflash.codegen.render import render
 from autoflash.codegen.source_cache import load
 from autoflash.kernels import KERNELS
-from autoflash.kernels.flash_bwd_ws_space import padded_rows
+from autoflash.kernels.flash_bwd_ws_space import lead_rows, padded_rows
 from autoflash.kernels.kernel import ALIGNED, Argument, Call, Pointer
 from autoflash.problem import Problem
 from autoflash.runtime.inputs import strides_of
@@ -45,12 +45,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     given = {"out": out, "dout": dout, "lse": lse} | ({"dlse": dlse} if with_dlse else {})
     made = {s.name: torch.full(s.shape, math.nan) for s in KERNEL.scratch(problem)}
     run("flash_bwd_ws_prepare", problem, given | made)
-    rows, padded = problem.seqlen_q, padded_rows(problem)
+    padded, lead = padded_rows(problem), lead_rows(problem)
+    rows = slice(lead, lead + problem.seqlen_q)
     minus_delta = torch.zeros(*shape[:2], padded)
-    minus_delta[..., :rows] = -(out.double() * dout.double()).sum(-1)
-    minus_delta[..., :rows] += dlse if with_dlse else 0
+    minus_delta[..., rows] = -(out.double() * dout.double()).sum(-1)
+    minus_delta[..., rows] += dlse if with_dlse else 0
     lse2 = torch.full((*shape[:2], padded), math.inf)
-    lse2[..., 1:rows] = lse[..., 1:] * math.log2(math.e)
+    lse2[..., rows] = lse * math.log2(math.e)
+    lse2[..., lead] = math.inf
     finite = lse2 < math.inf
     zeros = made["sums"].abs().max().item() if made["sums"].numel() else 0.0
     answer = {

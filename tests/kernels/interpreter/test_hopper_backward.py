@@ -27,7 +27,7 @@ def worker(tmp_path_factory):
 def test_statistics_sums_and_rounding(worker, dim, heads, rows, dlse):
     case = {
         "batch": 2, "heads": heads, "kv_heads": 1, "seqlen_q": rows, "seqlen_k": 64,
-        "head_dim": dim, "head_dim_v": dim, "dtype": "float16", "causal": False, "dlse": dlse,
+        "head_dim": dim, "head_dim_v": dim, "dtype": "float16", "causal": True, "dlse": dlse,
         "seed": rows,
     }  # fmt: skip
     found = worker.measure(case)

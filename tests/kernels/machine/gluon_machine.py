@@ -80,7 +80,11 @@ class Desc:
         return types.SimpleNamespace(shape=list(self.block))
 
     def part(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What of the tensor, and of a block, a copy to or from ``at`` touches."""
+        """What of the tensor, and of a block, a copy to or from ``at`` touches.
+
+        The hardware takes an address that is no multiple of 16 bytes for an illegal instruction.
+        """
+        assert at[-1] * self.tensor.element_size() % 16 == 0, f"a copy at {at} is not aligned"
         outer, inner = [], []
         for start, size, length in zip(at, self.block, self.tensor.shape, strict=True):
             first, last = min(max(start, 0), length), min(max(start + size, 0), length)

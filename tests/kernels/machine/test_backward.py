@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autoflash.kernels import KERNELS
+from autoflash.kernels.flash_bwd_ws_space import lead_rows
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
@@ -90,11 +91,12 @@ def why_wrong(name, problem, config, seed, change=str, patience_s=30.0) -> str |
 def scratch(name: str, problem: Problem, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the first function of the chain makes."""
     made = {s.name: torch.zeros(s.shape) for s in KERNELS[name].scratch(problem)}
-    lse, rows = inputs["lse"], problem.seqlen_q
+    lse, lead = inputs["lse"], lead_rows(problem)
+    rows = slice(lead, lead + problem.seqlen_q)
     made["lse2"].fill_(math.inf)
-    made["lse2"][..., :rows] = lse.masked_fill(lse == -math.inf, math.inf) * math.log2(math.e)
+    made["lse2"][..., rows] = lse.masked_fill(lse == -math.inf, math.inf) * math.log2(math.e)
     delta = (inputs["out"].float() * inputs["dout"].float()).sum(-1)
-    made["minus_delta"][..., :rows] = inputs.get("dlse", 0.0) - delta
+    made["minus_delta"][..., rows] = inputs.get("dlse", 0.0) - delta
     return made
 
 
@@ -119,7 +121,7 @@ def test_the_sample_holds_each_choice(name):
 # -- the machine notices what is wrong -------------------------------------------------------------
 
 PROBLEM = Problem(
-    batch=1, heads=2, kv_heads=1, seqlen_q=300, seqlen_k=200, head_dim=64, head_dim_v=64,
+    batch=1, heads=2, kv_heads=1, seqlen_q=300, seqlen_k=202, head_dim=64, head_dim_v=64,
     dtype="float16", causal=True, op="bwd",
 )  # fmt: skip
 CONFIG = Config(
@@ -155,9 +157,13 @@ DEFECTS = {
     "rows are counted from the wrong one": (
         "first = gl.maximum(start_n - seqlen_k", "first = gl.maximum(start_n + 1 - seqlen_k",
     ),
+    "statistics are not aligned": (
+        "first = gl.maximum(start_n - seqlen_k + seqlen_q, -lead)",
+        "first = gl.maximum(start_n - seqlen_k + seqlen_q, 0)",
+    ),
     "a group's heads are mixed up": (
-        "        statistics = (batch * kv_heads * group + head) * padded",
-        "        statistics = (batch * kv_heads * group + head_kv) * padded",
+        "        statistics = (batch * kv_heads * group + head) * padded + lead",
+        "        statistics = (batch * kv_heads * group + head_kv) * padded + lead",
     ),
     "the consumers wait for each other": ("(block & 1) ^ (c == 0)", "(block & 1)"),
 }  # fmt: skip
