@@ -8,6 +8,7 @@ that is given up too early, a wrong coordinate or mask gives a wrong result, and
 deadlock, which is found out. Layouts, registers and speed are not modelled.
 """
 
+import importlib
 import linecache
 import random
 import sys
@@ -460,21 +461,17 @@ def _init(barrier: Barrier, count: int) -> None:
 
 @contextmanager
 def _imports(modules: dict[str, types.ModuleType]) -> Iterator[None]:
-    import triton.experimental
-
-    saved = {name: sys.modules.get(name) for name in modules}
-    attribute = getattr(triton.experimental, "gluon", None)
+    # Those that are there before may be put back: what imports Gluon later finds it whole.
+    saved = {name: importlib.import_module(name) for name in modules}
+    gluon = saved["triton.experimental.gluon"]
+    experimental = importlib.import_module("triton.experimental")
     sys.modules.update(modules)
-    triton.experimental.gluon = modules["triton.experimental.gluon"]  # type: ignore[attr-defined]
+    experimental.gluon = modules[gluon.__name__]  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        triton.experimental.gluon = attribute  # type: ignore[attr-defined]
-        for name, module in saved.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+        experimental.gluon = gluon  # type: ignore[attr-defined]
+        sys.modules.update(saved)
 
 
 def device_code(text: str, machine: Machine) -> dict[str, Any]:

@@ -158,8 +158,8 @@ DEFECTS = {
         "first = gl.maximum(start_n - seqlen_k", "first = gl.maximum(start_n + 1 - seqlen_k",
     ),
     "statistics are not aligned": (
-        "first = gl.maximum(start_n - seqlen_k + seqlen_q, -lead)",
-        "first = gl.maximum(start_n - seqlen_k + seqlen_q, 0)",
+        "        statistics = (batch * kv_heads * group + head) * padded + lead",
+        "        statistics = (batch * kv_heads * group + head) * padded",
     ),
     "a group's heads are mixed up": (
         "        statistics = (batch * kv_heads * group + head) * padded + lead",
