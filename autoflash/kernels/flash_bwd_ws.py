@@ -97,7 +97,7 @@ class FlashBwdWs(Kernel):
     def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
         heads = (problem.batch, problem.heads)
         statistics = (*heads, padded_rows(problem))
-        sums = (*heads, problem.seqlen_q, problem.head_dim)
+        sums = (*heads, lead_rows(problem) + problem.seqlen_q, problem.head_dim)
         return (
             Scratch(name="lse2", shape=statistics, dtype="float32"),
             Scratch(name="minus_delta", shape=statistics, dtype="float32"),
@@ -250,7 +250,7 @@ def _convert(problem: Problem) -> Function:
     def bind(call: Call) -> list[Argument]:
         tensors = [Pointer(tensor="sums"), Pointer(tensor="dq")]
         p = call.problem
-        return [*tensors, *call.strides["dq"], call.scale, p.heads, p.seqlen_q]
+        return [*tensors, *call.strides["dq"], call.scale, p.heads, p.seqlen_q, lead_rows(p)]
 
     def grid(problem: Problem, target: Target) -> int:
         del target
@@ -261,7 +261,7 @@ def _convert(problem: Problem) -> Function:
         signature={
             "sums_ptr": "*fp32", "dq_ptr": f"*{TRITON_DTYPES[problem.dtype]}",
             **{f"stride_dq{axis}": "i64" for axis in "bhm"},
-            "scale": "fp32", "heads": "i32", "seqlen_q": "i32",
+            "scale": "fp32", "heads": "i32", "seqlen_q": "i32", "lead": "i32",
         },
         constexprs={
             "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem), "BLOCK_M": _CONVERT_ROWS,
@@ -296,9 +296,10 @@ def copied(tensor: str, call: Call, block: tuple[int, ...]) -> Descriptor:
             tensor=tensor, shape=(length,), strides=(1,), block=block, dtype="float32"
         )
     if tensor == "sums":
-        shape = tensor_shape("q", p)
-        row, head = p.head_dim, p.seqlen_q * p.head_dim
-        strides = (p.heads * head, head, row, 1)
+        # No row lies before the first: the copy engine adds nothing there.
+        rows = lead_rows(p) + p.seqlen_q
+        shape = (p.batch, p.heads, rows, p.head_dim)
+        strides = (p.heads * rows * p.head_dim, rows * p.head_dim, p.head_dim, 1)
         return Descriptor(tensor=tensor, shape=shape, strides=strides, block=block, dtype="float32")
     strides = (*copy_strides(tensor, p, call.strides[tensor]), 1)
     return Descriptor(tensor=tensor, shape=tensor_shape(tensor, p), strides=strides, block=block)

@@ -65,8 +65,7 @@ def flash_bwd_split_prepare(
     BLOCK_M: tl.constexpr,
 ):
     # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
-    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; those
-    # in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
+    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; those in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
     # zero.
     n_rows = tl.cdiv(padded, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M

@@ -228,8 +228,8 @@ def flash_bwd_ws_prepare(
     BLOCK_M: tl.constexpr,
 ):
     # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
-    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; sums fp32 [batch, heads, seqlen_q, HEAD_DIM]; those
-    # in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
+    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; sums fp32
+    # [batch, heads, lead + seqlen_q, HEAD_DIM]; those in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
     # zero.
     n_rows = tl.cdiv(padded, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M
@@ -253,20 +253,21 @@ def flash_bwd_ws_prepare(
     tl.store(lse2_ptr + to, tl.full([BLOCK_M], float("inf"), tl.float32), mask=rows < lead)
     tl.store(minus_delta_ptr + to + lead, dlse - delta, mask=rows + lead < padded)
     tl.store(lse2_ptr + to + lead, lse, mask=rows + lead < padded)
-    sums = sums_ptr + head_index.to(tl.int64) * seqlen_q * HEAD_DIM
-    store_rows(sums, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), start_m, seqlen_q, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D)
+    sum_rows = seqlen_q + lead
+    sums = sums_ptr + head_index.to(tl.int64) * sum_rows * HEAD_DIM
+    store_rows(sums, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), start_m, sum_rows, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def flash_bwd_ws_convert(
-    sums_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqm, scale, heads, seqlen_q,
+    sums_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqm, scale, heads, seqlen_q, lead,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     # dq = scale * sums, both as in the functions before.
     n_rows = tl.cdiv(seqlen_q, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M
     head_index = tl.program_id(0) // n_rows
-    sums = sums_ptr + head_index.to(tl.int64) * seqlen_q * HEAD_DIM
+    sums = sums_ptr + (head_index.to(tl.int64) * (seqlen_q + lead) + lead) * HEAD_DIM
     tile = load_rows(sums, start_m, seqlen_q, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     dq_rows = dq_ptr + (head_index // heads).to(tl.int64) * stride_dqb + head_index % heads * stride_dqh
     store_rows(dq_rows, tile * scale, start_m, seqlen_q, stride_dqm, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -416,7 +417,7 @@ def consume(
                 CONSUMERS, STAGES, BLOCK_D, True, DQ_SPLIT, DP_EARLY, TURNS,
             )
             last_head = head
-            last_row = row
+            last_row = row + lead
             block += 1
         for i in range(masked, blocks):
             row = first + i * BLOCK_M
@@ -426,7 +427,7 @@ def consume(
                 CONSUMERS, STAGES, BLOCK_D, False, DQ_SPLIT, DP_EARLY, TURNS,
             )
             last_head = head
-            last_row = row
+            last_row = row + lead
             block += 1
     before = block - 1
     mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
@@ -485,7 +486,7 @@ def flash_bwd_ws(
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q, dout [batch, kv_heads * group, seqlen_q, dim], k, v, dk, dv [batch, kv_heads, seqlen_k, dim],
-    # sums fp32 like q, through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of
+    # sums fp32 [batch, kv_heads * group, lead + seqlen_q, dim], through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of
     # all heads in a row, `padded` of each, the first row's after `lead`. batch_heads = batch * kv_heads.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
@@ -586,7 +587,7 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     padded = (seqlen_q + 134) // 4 * 4
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, minus_delta = (torch.empty(batch, heads, padded, device=q.device) for _ in range(2))
-    sums = torch.empty(*q.shape, device=q.device)
+    sums = torch.empty(batch, heads, lead + seqlen_q, dim, device=q.device)
     scale = dim**-0.5 if scale is None else scale
     some = lse if dlse is None else dlse  # not read without a dlse
 
@@ -607,7 +608,7 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
         seqlen_q, seqlen_k, padded, lead,
     )
     blocks = triton.cdiv(seqlen_q, CONSTEXPRS["flash_bwd_ws_convert"]["BLOCK_M"])
-    launch(flash_bwd_ws_convert, batch * heads * blocks, sums, dq, *dq.stride()[:3], scale, heads, seqlen_q)
+    launch(flash_bwd_ws_convert, batch * heads * blocks, sums, dq, *dq.stride()[:3], scale, heads, seqlen_q, lead)
     return dq, dk, dv
 
 

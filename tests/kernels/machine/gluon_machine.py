@@ -296,6 +296,9 @@ class Machine:
         at = [int(x) for x in at]
         assert place.shape == list(desc.block)
 
+        # The hardware calls an addition that begins before the tensor an illegal instruction.
+        assert not add or min(at) >= 0, f"an addition at {at}"
+
         def copy() -> None:
             outer, inner = desc.part(at)
             if add:

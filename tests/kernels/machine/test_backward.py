@@ -81,7 +81,7 @@ def why_wrong(name, problem, config, seed, change=str, patience_s=30.0) -> str |
         machine = Machine(seed=seed, patience_s=patience_s)
         run_function(KERNELS[name], function, problem, config, tensors, TARGET, machine, change)
     if "sums" in tensors:
-        tensors["dq"].copy_(tensors["sums"] * p.head_dim**-0.5)
+        tensors["dq"].copy_(tensors["sums"][:, :, lead_rows(p) :] * p.head_dim**-0.5)
     stray = sum(stray_writes(tensors[grad]) for grad in ("dq", "dk", "dv"))
     if stray:
         return f"{stray} stray writes"
