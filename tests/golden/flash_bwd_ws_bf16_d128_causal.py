@@ -156,12 +156,13 @@ def row_blocks(
 
 @gluon.jit
 def first_rows(key, seqlen_q, seqlen_k, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
-    # For each of 64 keys from `key` on the first row that sees it: none sees one that isn't there.
+    # For each of 64 keys from `key` on the first row that sees it: none sees one that isn't there
+    # (of 32 bits, a row that may be -3 can be subtracted from that number).
     keys = key + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     needed = gl.full([64], 0, gl.int32, gl.SliceLayout(1, S_LAYOUT))
     if CAUSAL:
         needed = keys - seqlen_k + seqlen_q
-    return gl.where(keys < seqlen_k, needed, 2147483647)
+    return gl.where(keys < seqlen_k, needed, 2147483644)
 
 
 @gluon.jit

@@ -296,8 +296,8 @@ class Machine:
         at = [int(x) for x in at]
         assert place.shape == list(desc.block)
 
-        # The hardware calls an addition that begins before the tensor an illegal instruction.
-        assert not add or min(at) >= 0, f"an addition at {at}"
+        # The hardware calls one that begins before the tensor an illegal instruction.
+        assert min(at) >= 0, f"a copy to {at}"
 
         def copy() -> None:
             outer, inner = desc.part(at)
@@ -426,7 +426,9 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         cdiv=lambda x, y: (x + y - 1) // y,
         minimum=_pair(torch.minimum), maximum=_pair(torch.maximum), where=_where,
         full=_full, zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
-        arange=lambda start, end, layout=None: number(torch.arange(start, end)),
+        arange=lambda start, end, layout=None: number(
+            torch.arange(start, end, dtype=torch.int32)
+        ),
         expand_dims=_expand_dims, split=_split,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=torch.exp2, log2=torch.log2,

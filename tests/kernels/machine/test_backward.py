@@ -198,6 +198,14 @@ def test_the_kernels_without_a_defect_are_right():
         assert why_wrong("flash_bwd_split", wide, Config(**split), seed) is None
 
 
+@pytest.mark.parametrize("seed", [4, 9])
+def test_keys_behind_the_last_are_hidden_from_rows_before_the_first(seed):
+    # The statistics begin two rows before the first; scores are far below zero.
+    problem = dataclasses.replace(PROBLEM, seqlen_q=9, seqlen_k=15)
+    assert lead_rows(problem) == 2
+    assert why_wrong("flash_bwd_ws", problem, CONFIG, seed) is None
+
+
 @pytest.mark.parametrize("defect", SPLIT_DEFECTS)
 def test_the_machine_notices_in_the_split_form(defect):
     old, new = SPLIT_DEFECTS[defect]
