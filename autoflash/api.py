@@ -53,7 +53,8 @@ def attention(
         v: [batch, kv_heads, seqlen_k, head_dim_v] (or bshd). Head dims go from 1 to 256.
         causal: hide key j from row i unless j <= i + seqlen_k - seqlen_q (bottom-right).
         scale: factor of the scores; 1 / sqrt(head_dim) by default.
-        deterministic: forward and backward always are, bit for bit; accepted for callers that ask.
+        deterministic: gradients that are the same bit for bit each time, as out always is; slower
+            on some GPUs. torch.use_deterministic_algorithms asks for it too.
         return_lse: also return the log-sum-exp of each row: [batch, heads, seqlen_q], float32
             (float64 for float64 inputs), natural logarithm.
         layout: "bhsd" or "bshd".
@@ -98,7 +99,7 @@ def attention(
         # torch.compile refuses an autograd.Function that is given one tensor twice.
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
-        out, lse = DifferentiableAttention.apply(q, k, v, scale, causal, bshd)  # type: ignore[no-untyped-call]
+        out, lse = DifferentiableAttention.apply(q, k, v, scale, causal, bshd, deterministic)  # type: ignore[no-untyped-call]
     elif scale > 0 and may_skip_dispatcher(q, k, v):
         out, lse = attention_fwd(q, k, v, scale, causal, bshd, return_lse)
     else:
@@ -182,7 +183,11 @@ def explain(
     from autoflash.codegen.source_cache import emit
 
     target = current_target(q.device)
-    choice = choose(problem, target, access_of((q, k, v, output_like(q, v, "meta")), bshd))
+    access = access_of((q, k, v, output_like(q, v, "meta")), bshd)
+    if op == "bwd":
+        same = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
+        access = replace(access, repeatable=same)
+    choice = choose(problem, target, access)
     return Explanation(
         problem=problem.label(),
         target=target.name,

@@ -23,8 +23,8 @@ _library.define(
 # What isn't needed comes back empty, of shape [0].
 _library.define(
     "attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    "Tensor lse, float scale, bool causal, bool bshd, bool need_dq, bool need_dkv) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor lse, float scale, bool causal, bool bshd, bool repeatable, bool need_dq, "
+    "bool need_dkv) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -73,8 +73,9 @@ def gradients(
 
 def _attention_bwd_torch(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+    scale: float, causal: bool, bshd: bool, repeatable: bool, need_dq: bool, need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    del repeatable  # torch's always are
     grads = gradients(dout, dlse, q, k, v, out, lse, scale, causal, bshd)
     needed = zip(grads, (q, k, v), (need_dq, need_dkv, need_dkv), strict=True)
     dq, dk, dv = (output_like(x, x).copy_(g) if need else x.new_empty(0) for g, x, need in needed)
@@ -83,9 +84,10 @@ def _attention_bwd_torch(
 
 def _attention_bwd_cuda(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+    scale: float, causal: bool, bshd: bool, repeatable: bool, need_dq: bool, need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    arguments = (dout, dlse, q, k, v, out, lse, scale, causal, bshd, need_dq, need_dkv)
+    tensors = (dout, dlse, q, k, v, out, lse)
+    arguments = (*tensors, scale, causal, bshd, repeatable, need_dq, need_dkv)
     try:
         grads = attention_bwd(*arguments)
     except UnsupportedError:
@@ -97,9 +99,9 @@ def _attention_bwd_cuda(
 
 def _attention_bwd_fake(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+    scale: float, causal: bool, bshd: bool, repeatable: bool, need_dq: bool, need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    del dout, dlse, out, lse, scale, causal, bshd
+    del dout, dlse, out, lse, scale, causal, bshd, repeatable
     needed = zip((q, k, v), (need_dq, need_dkv, need_dkv), strict=True)
     dq, dk, dv = (output_like(x, x) if need else x.new_empty(0) for x, need in needed)
     return dq, dk, dv
@@ -135,12 +137,14 @@ class DifferentiableAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool,
+        repeatable: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.ops.autoflash.attention_fwd(q, k, v, scale, causal, bshd, True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.options = (scale, causal, bshd)
+        ctx.repeatable = repeatable
         return out, lse
 
     @staticmethod
@@ -157,7 +161,7 @@ class DifferentiableAttention(torch.autograd.Function):
             dq, dk, dv = gradients(*tensors, *ctx.options)
         else:
             dq, dk, dv = torch.ops.autoflash.attention_bwd(
-                *tensors, *ctx.options, need_dq, need_dkv
+                *tensors, *ctx.options, ctx.repeatable, need_dq, need_dkv
             )
         grads = (dq if need_dq else None, dk if need_dk else None, dv if need_dv else None)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)

@@ -10,6 +10,7 @@ the accuracy rule and timed in turns in one process; a change that can't run is 
 import argparse
 import os
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,10 +28,10 @@ from autoflash.runtime.launcher import Launcher
 from autoflash.space import Config
 from autoflash.target import Target, current_target
 from autoflash.tuning.bench import implementation
-from autoflash.tuning.check import FullProblem, check_cases, why_wrong
-from autoflash.tuning.measure import Timer
+from autoflash.tuning.check import make_inputs
+from autoflash.tuning.worker import Bench
 
-_PEERS = ("fa3", "sdpa_cudnn")
+_PEERS = {"fwd": ("fa3", "sdpa_cudnn"), "bwd": ("sdpa_cudnn",)}
 
 
 def main() -> None:
@@ -43,13 +44,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="where the checkout has no git history")
     arguments = parser.parse_args()
-    target = current_target()
+    target, op = current_target(), KERNELS[arguments.kernel].op
     plan = []
     for head_dim in map(int, arguments.head_dims.split(",")):
         for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[arguments.causal]:
             for text in arguments.seqlens.split(","):
                 seqlen = parse_length("seqlen", text)
-                problem = paper_problem("fwd", "bfloat16", head_dim, seqlen, causal)
+                problem = paper_problem(op, "bfloat16", head_dim, seqlen, causal)
                 plan.append((problem, changed(arguments.kernel, problem, target)))
     compile_all(arguments.kernel, plan, target)
     rows = [row for problem, configs in plan for row in compare(
@@ -91,12 +92,13 @@ def compare(
     kernel: str, problem: Problem, configs: list[tuple[str, Config]], target: Target, rounds: int
 ) -> list[dict[str, Any]]:
     """One row for each config and peer that runs: ms, TFLOP/s, and what is wrong, if something."""
-    cases, full = check_cases(problem), FullProblem(problem)
+    prepared = Bench().prepare(problem)
+    inputs = make_inputs(problem, "cuda")
     rows: list[dict[str, Any]] = []
-    launches = []
-    for name in _PEERS:
+    launches: list[Callable[[], object]] = []
+    for name in _PEERS[problem.op]:
         try:
-            launch = implementation(name, problem, full.q, full.k, full.v)
+            launch = implementation(name, problem, *inputs)
             launch()
         except (RuntimeError, ImportError, ValueError, AttributeError):
             continue
@@ -109,11 +111,10 @@ def compare(
         except AutoFlashError as error:
             print(f"{problem.label()}  {name}: {error}", flush=True)
             continue
-        wrong = [reason for case in cases if (reason := why_wrong(launcher, case))]
-        wrong += filter(None, [full.why_wrong(launcher)])
-        launches.append(full.launch(launcher))
+        wrong = prepared.why_wrong(launcher)
+        launches.append(prepared.full.launch(launcher))
         rows.append(row | ({"wrong": wrong} if wrong else {}))
-    for row, times in zip(rows, Timer().interleave(launches, rounds), strict=True):
+    for row, times in zip(rows, prepared.timer.interleave(launches, rounds), strict=True):
         ms = statistics.median(times)
         row |= {"ms": round(ms, 5), "tflops": round(problem.tflops(ms), 1)}
     base = next(row["tflops"] for row in rows if row["name"] == "default")

@@ -79,6 +79,15 @@ _BACKWARD_CONFIG = Config(
     LOAD="pointer",
 )
 
+_HOPPER_BACKWARD_CONFIG = Config(
+    BLOCK_M=64,
+    STAGES=2,
+    DQ_SPLIT="columns",
+    DP_EARLY=False,
+    TURNS=False,
+    GROUP_MB=24,
+)
+
 Cases = tuple[tuple[Problem, dict[str, bool | int | str]], ...]
 
 # (problem, what differs from _CONFIG): every Jinja decision, and each kind of constexpr and option.
@@ -129,6 +138,29 @@ BACKWARD_CASES: Cases = (
 )
 
 
+_SPLIT_BACKWARD_CONFIG = Config(
+    DKDV_BLOCK_M=64,
+    DKDV_STAGES=2,
+    DP_EARLY=False,
+    DQ_BLOCK_N=32,
+    DQ_SLOTS=4,
+    GROUP_MB=16,
+)
+
+SPLIT_BACKWARD_CASES: Cases = (
+    (_problem("bfloat16", 256, 256, causal=True, op="bwd"), {}),
+    (_problem("float16", 128, 128, causal=False, op="bwd"), {"DP_EARLY": True}),
+)
+
+HOPPER_BACKWARD_CASES: Cases = (
+    (_problem("bfloat16", 128, 128, causal=True, op="bwd"), {}),
+    (
+        _problem("float16", 64, 64, causal=False, op="bwd"),
+        {"BLOCK_M": 128, "DQ_SPLIT": "rows", "TURNS": True, "DP_EARLY": True},
+    ),
+)
+
+
 def render_all() -> dict[str, str]:
     """File name to text of every case."""
     texts: dict[str, str] = {}
@@ -136,6 +168,8 @@ def render_all() -> dict[str, str]:
         ("flash_fwd", _CONFIG, CASES),
         ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES),
         ("flash_bwd", _BACKWARD_CONFIG, BACKWARD_CASES),
+        ("flash_bwd_ws", _HOPPER_BACKWARD_CONFIG, HOPPER_BACKWARD_CASES),
+        ("flash_bwd_split", _SPLIT_BACKWARD_CONFIG, SPLIT_BACKWARD_CASES),
     )
     for kernel, base, cases in kernels:
         for problem, changes in cases:

@@ -84,7 +84,7 @@ def test_opcheck_backward(view, bshd, with_dlse, needs):
     q, k, v = tensors(view, bshd, rows=33, keys=47, dim=24, dim_v=16)
     out, lse = OP(q, k, v, 0.2, True, bshd, True)
     dlse = lse.cos() if with_dlse else None
-    arguments = (out.cos(), dlse, q, k, v, out, lse, 0.2, True, bshd, *needs)
+    arguments = (out.cos(), dlse, q, k, v, out, lse, 0.2, True, bshd, False, *needs)
     results = torch.library.opcheck(torch.ops.autoflash.attention_bwd.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -94,7 +94,7 @@ def test_gradients_that_are_not_needed_come_back_empty(needs):
     q, k, v = tensors(contiguous, False, rows=33, keys=47, dim=24, dim_v=16)
     out, lse = OP(q, k, v, 0.2, True, False, True)
     bwd = torch.ops.autoflash.attention_bwd.default
-    arguments = (out.cos(), None, q, k, v, out, lse, 0.2, True, False)
+    arguments = (out.cos(), None, q, k, v, out, lse, 0.2, True, False, False)
     every, some = bwd(*arguments, True, True), bwd(*arguments, *needs)
     for grad, found, need in zip(every, some, (needs[0], needs[1], needs[1]), strict=True):
         assert torch.equal(found, grad) if need else found.shape == (0,)

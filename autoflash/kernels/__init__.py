@@ -2,6 +2,8 @@
 
 from autoflash.errors import UnsupportedError
 from autoflash.kernels.flash_bwd import FlashBwd
+from autoflash.kernels.flash_bwd_split import FlashBwdSplit
+from autoflash.kernels.flash_bwd_ws import FlashBwdWs
 from autoflash.kernels.flash_fwd import FlashFwd
 from autoflash.kernels.flash_fwd_ws import FlashFwdWs
 from autoflash.kernels.kernel import Kernel
@@ -9,7 +11,8 @@ from autoflash.problem import Problem
 from autoflash.target import Target
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FlashFwd(), FlashFwdWs(), FlashBwd())
+    kernel.name: kernel
+    for kernel in (FlashFwd(), FlashFwdWs(), FlashBwd(), FlashBwdWs(), FlashBwdSplit())
 }
 
 

@@ -1,8 +1,9 @@
 """The written model of flash_bwd's time: what orders candidates that haven't been timed.
 
 Cycles of one step are counted for the matrix units, shared memory and the other pipelines, as in
-flash_fwd_model, whose fitted factors it borrows: no backward has been fitted yet, so only the order
-of its own candidates means something.
+flash_fwd_model, whose fitted factors it borrows: no backward has been fitted yet. The whole is
+scaled to the rate that plain Triton had in a first study on an H200 (about 340 TFLOP/s at 128),
+since kernels that serve the same problems are ranked in one list.
 """
 
 from autoflash.kernels.flash_bwd_space import (
@@ -23,6 +24,7 @@ _EXPONENTIALS = 16
 _LANES = 128
 # Operations per score beside its exponential: those of the softmax, and dS and its rounding.
 _ELEMENTWISE = 1.5 * FACTORS.elementwise
+_SCALE = 1.3
 
 
 def blocks_per_sm(config: Config, part: str, problem: Problem, target: Target) -> int:
@@ -45,7 +47,7 @@ def estimate_ms(problem: Problem, config: Config, target: Target, blocks_per_sm:
     # delta: out and dout are read once.
     row = block_dv(problem) * 2 * DTYPE_BYTES[problem.dtype] + 8
     delta = problem.batch * problem.heads * problem.seqlen_q * row / (target.bandwidth_tbs * 1e12)
-    compute = cycles / clock * (1 + order)
+    compute = _SCALE * cycles / clock * (1 + order)
     return (delta + max(compute, problem.min_bytes / (target.bandwidth_tbs * 1e12))) * 1e3
 
 

@@ -12,14 +12,18 @@ from autoflash.target import Target
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How the tensors of a call lie in memory: what a variant may assume about its loads.
+    """What a kernel may assume of a call, beside its problem.
 
     ``aligned``: every base pointer and every stride that is used is a multiple of 16 bytes.
     ``tma``: moreover the strides suit the tensor copy engine (none is zero, none too long).
+    ``whole``: all results of the op are asked for. ``repeatable``: they must come out the same bit
+    for bit each time.
     """
 
     aligned: bool
     tma: bool
+    whole: bool = True
+    repeatable: bool = False
 
 
 ALIGNED = Access(aligned=True, tma=True)
@@ -56,12 +60,16 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """An argument slot that takes a host-made TMA descriptor of the named tensor, up to 5-D."""
+    """An argument slot that takes a host-made TMA descriptor of the named tensor, up to 5-D.
+
+    ``dtype`` is torch's name, and the problem's unless it says otherwise.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +101,7 @@ class Function:
     values or slots; both and ``constexprs`` go in the function's order. ``options`` are Triton's
     num_warps, num_stages, maxnreg. ``grid`` is the number of programs; of a persistent function,
     what the target can hold at a time. It is launched for the sake of ``results``: only if one of
-    these tensors is given.
+    these tensors is given. ``language`` is what it is written in: "triton" or "gluon".
     """
 
     name: str
@@ -103,6 +111,7 @@ class Function:
     bind: Callable[[Call], list[Argument]]
     grid: Callable[[Problem, Target], int]
     results: frozenset[str]
+    language: str = "triton"
 
 
 def tensor_shape(tensor: str, problem: Problem) -> tuple[int, int, int, int]:
@@ -246,6 +255,7 @@ class OneFunction(Kernel):
                 bind=lambda call: self.bind(call, config),
                 grid=lambda problem, target: self.grid(problem, config, target),
                 results=self.results,
+                language=self.language,
             ),
         )
 

@@ -52,7 +52,7 @@ def compile_function(
     signature, constexprs = function.signature, function.constexprs
     names = list(code.arg_names)
     source_type, kinds = ASTSource, dict(signature)
-    if kernel.language == "gluon":
+    if function.language == "gluon":
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source_type = GluonASTSource
@@ -84,16 +84,20 @@ def _with_layout(kind: str) -> str:
     """A descriptor's type with the layout of its block in shared memory, which Gluon wants said.
 
     It is the layout that the copy engine and the matrix unit agree on, swizzled as far as the row
-    allows. Other types stay as they are.
+    allows, and none for a row of numbers. Other types stay as they are.
     """
-    match = re.fullmatch(r"tensordesc<(fp16|bf16)\[([\d, ]+)\]>", kind)
+    match = re.fullmatch(r"tensordesc<(fp16|bf16|fp32)\[([\d, ]+)\]>", kind)
     if match is None:
         return kind
     from triton.experimental.gluon import language as gl
 
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[match[1]]
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[match[1]]
     block = [int(size) for size in match[2].split(",")]
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    if len(block) == 1:
+        bits = element.primitive_bitwidth
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=1)
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(block, element)
     return f"{kind[:-1]},{layout!r}>"
 
 

@@ -3,6 +3,7 @@
 A call is one dictionary look-up, the allocations, and a C call for each function that is wanted.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,16 @@ class GradientPlan:
 
 def attention_bwd(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+    scale: float, causal: bool, bshd: bool, repeatable: bool, need_dq: bool, need_dkv: bool,
 ) -> Gradients:  # fmt: skip
     """dq (if need_dq), dk and dv (if need_dkv) on the tensors' GPU and its current stream.
 
+    They are the same bit for bit each time if ``repeatable``, or torch is asked for deterministic
+    algorithms.
+
     Raises UnsupportedError where no kernel serves.
     """
+    repeatable |= torch.are_deterministic_algorithms_enabled()
     qp, kp, vp, op, dp = (x.data_ptr() for x in (q, k, v, out, dout))
     lp, ep = lse.data_ptr(), 0 if dlse is None else dlse.data_ptr()
     key = (
@@ -56,7 +61,7 @@ def attention_bwd(
         q.dtype, k.dtype, v.dtype, out.dtype, dout.dtype, out.shape, dout.shape,
         q.get_device(), k.get_device(), v.get_device(), out.get_device(), dout.get_device(),
         _flat(lse), None if dlse is None else _flat(dlse), (qp | kp | vp | op | dp | lp | ep) & 15,
-        scale, causal, bshd, need_dq, need_dkv,
+        scale, causal, bshd, repeatable, need_dq, need_dkv,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -69,11 +74,24 @@ def attention_bwd(
             dout, q, k, v, out, lse = fit[:6]
             dlse = None if dlse is None else fit[6]
             return attention_bwd(
-                dout, dlse, q, k, v, out, lse, scale, causal, bshd, need_dq, need_dkv
+                dout, dlse, q, k, v, out, lse, scale, causal, bshd, repeatable, need_dq, need_dkv
             )
         with lock:
             plan = _plans.get(key) or _plan(
-                key, dout, dlse, q, k, v, out, lse, scale, causal, bshd, need_dq, need_dkv
+                key,
+                dout,
+                dlse,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                scale,
+                causal,
+                bshd,
+                repeatable,
+                need_dq,
+                need_dkv,
             )
     dtype, device = q.dtype, q.device
     dq = torch.empty_strided(*plan.dq, dtype=dtype, device=device) if need_dq else None
@@ -115,7 +133,8 @@ def _zeroed(x: Tensor | None) -> Tensor | None:
 
 def _plan(
     key: tuple[Any, ...], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, scale: float, causal: bool, bshd: bool, need_dq: bool, need_dkv: bool,
+    out: Tensor, lse: Tensor, scale: float, causal: bool, bshd: bool, repeatable: bool,
+    need_dq: bool, need_dkv: bool,
 ) -> GradientPlan:  # fmt: skip
     problem = problem_of(q, k, v, causal=causal, bshd=bshd, op="bwd")
     # Strides alone are asked of them: allocating them here could double a large call's memory.
@@ -129,6 +148,7 @@ def _plan(
         flat = [lse] if dlse is None else [lse, dlse]
         if any(x.data_ptr() % 16 for x in flat):
             access = Access(aligned=False, tma=False)
+        access = dataclasses.replace(access, whole=need_dq and need_dkv, repeatable=repeatable)
         with torch.cuda.device(q.device):
             target = current_target(q.device)
             launcher = launcher_for(problem, target, access, q.device.index)

@@ -113,7 +113,7 @@ class BoundFunction:
         self._encoder = loaded.encode
         self._tensors = tensors
         self._programs = loaded.function.grid(call.problem, target)
-        self._dtype = getattr(torch, call.problem.dtype)
+        self._dtype = call.problem.dtype
         self._template: list[Any] = []
         # (slot, index into the addresses), and the same with a memo: address -> encoded arguments.
         self._pointers: list[tuple[int, int]] = []
@@ -155,7 +155,7 @@ class BoundFunction:
 
     def _encode(self, descriptor: Descriptor, index: int, address: int) -> list[Any]:
         host = TensorDescriptor(
-            AddressOnly(address, self._dtype),
+            AddressOnly(address, getattr(torch, descriptor.dtype or self._dtype)),
             list(descriptor.shape),
             list(descriptor.strides),
             list(descriptor.block),

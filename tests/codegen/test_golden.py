@@ -58,7 +58,7 @@ def test_the_golden_cases_hold_every_variant():
     assert kinds == {(direct, dynamic) for direct in both for dynamic in both}
     assert {"_causal" in name for name in backward} == set(both)
     for kernel in (hopper, portable, backward):
-        names = {re.sub("^flash_(fwd_ws|fwd|bwd)_", "", name) for name in kernel}
+        names = {re.sub("^flash_(fwd|bwd)(_ws|_split)?_", "", name) for name in kernel}
         assert {name[:4] for name in names} == {"fp16", "bf16"}
 
 

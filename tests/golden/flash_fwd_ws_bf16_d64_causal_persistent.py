@@ -66,12 +66,12 @@ def exp2(x, BY_FMA: gl.constexpr):
 
 @gluon.jit
 def tile_coords(
-    tile, seqlen_q, heads, n_heads, group_heads, ROWS: gl.constexpr, LONGEST_FIRST: gl.constexpr
+    tile, length, heads, n_heads, group_heads, ROWS: gl.constexpr, LONGEST_FIRST: gl.constexpr
 ):
-    # First row, batch and head of a tile. Heads go in groups whose keys and values stay in L2
-    # together; inside a group the heads of one row block run side by side, and with a causal mask
+    # First row, batch and head of a tile of `length` rows. Heads go in groups whose tensors stay in
+    # L2 together; inside a group the heads of one row block run side by side, and with a causal mask
     # the longest row blocks start first.
-    n_rows = gl.cdiv(seqlen_q, ROWS)
+    n_rows = gl.cdiv(length, ROWS)
     group = tile // (n_rows * group_heads)
     first = group * group_heads
     size = gl.minimum(n_heads - first, group_heads)
@@ -81,6 +81,37 @@ def tile_coords(
     if LONGEST_FIRST:
         row = n_rows - 1 - row
     return row * ROWS, head // heads, head % heads
+
+
+@gluon.jit
+def matrix(buffer):
+    # A copy's 4-D or 5-D block as the matrix that it is.
+    return buffer.reshape([buffer.numel // buffer.shape[buffer.rank - 1], buffer.shape[buffer.rank - 1]])
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def expand(x, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, A), B), C)
+
+
+@gluon.jit
+def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.constexpr):
+    # Copies acc to out by way of `place`, once what lay there is on its way.
+    tma.store_wait(0)
+    matrix(place).store(acc.to(out_desc.dtype))
+    fence_async_shared()
+    if PACK_HEADS == 1:
+        copy_out(out_desc, [batch, head, row, column], place)
+    else:
+        copy_out(out_desc, [batch, head, row, 0, column], place)
 
 
 @gluon.jit
@@ -114,17 +145,36 @@ def key_start(i, end, blocks, front, masked, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def matrix(buffer):
-    # A copy's 4-D or 5-D block as the matrix that it is.
-    return buffer.reshape([buffer.numel // buffer.shape[buffer.rank - 1], buffer.shape[buffer.rank - 1]])
+def mask_scores(s, limit, start):
+    # s of the keys from `start` on, -inf where row i doesn't see key j: it does when
+    # 0 <= j < limit[i]. A column is 8 a + 2 t + e, where t is the thread of four that holds it: so
+    # written, a and e are constants and one comparison with a constant is left for each score.
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    eight = expand(gl.arange(0, s.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
+    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
+    column = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
+    room = expand(gl.convert_layout(limit, BY_ROW), 1, 2, 3) - start - thread
+    parts = gl.where(column < room, parts, float("-inf"))
+    if start < 0:
+        parts = gl.where(column >= -start - thread, parts, float("-inf"))
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(found.index(i), count=ARRIVALS)
-    return found
+def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
+    # For each of 64 rows the first key that it doesn't see.
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    limit = gl.full([64], seqlen_k, gl.int32, ROWS)
+    if CAUSAL:
+        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
+        position = row + gl.arange(0, 64, ROWS) // PACK_HEADS
+        limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
+    return limit
 
 
 @gluon.jit
@@ -440,32 +490,6 @@ def rescale(acc, alpha):
 
 
 @gluon.jit
-def mask_scores(s, limit, start):
-    # s of the keys from `start` on, -inf where row i doesn't see key j: it does when
-    # 0 <= j < limit[i]. A column is 8 a + 2 t + e, where t is the thread of four that holds it: so
-    # written, a and e are constants and one comparison with a constant is left for each score.
-    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
-    LAYOUT: gl.constexpr = parts.type.layout
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    BY_EIGHT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    BY_THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    BY_PAIR: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    eight = expand(gl.arange(0, s.shape[1] // 8, BY_EIGHT) * 8, 0, 2, 3)
-    thread = expand(gl.arange(0, 4, BY_THREAD) * 2, 0, 1, 3)
-    column = eight + expand(gl.arange(0, 2, BY_PAIR), 0, 1, 2)
-    room = expand(gl.convert_layout(limit, BY_ROW), 1, 2, 3) - start - thread
-    parts = gl.where(column < room, parts, float("-inf"))
-    if start < 0:
-        parts = gl.where(column >= -start - thread, parts, float("-inf"))
-    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
-
-
-@gluon.jit
-def expand(x, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
-    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, A), B), C)
-
-
-@gluon.jit
 def row_max(s):
     # In four chains at a time: one alone is all latency.
     parts = s.reshape([s.shape[0], 4, s.shape[1] // 32, 4, 2])
@@ -534,17 +558,6 @@ def operand(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [pairs], gl.bfloat16, True, 2)
     else:
         return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [pairs], gl.float16, True, 2)
-
-@gluon.jit
-def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.constexpr):
-    # Copies acc to out by way of `place`, once what lay there is on its way.
-    tma.store_wait(0)
-    matrix(place).store(acc.to(out_desc.dtype))
-    fence_async_shared()
-    if PACK_HEADS == 1:
-        copy_out(out_desc, [batch, head, row, column], place)
-    else:
-        copy_out(out_desc, [batch, head, row, 0, column], place)
 
 
 @gluon.jit
@@ -725,18 +738,6 @@ def step(
     else:
         acc = acc * alpha
     return acc, left, right, m_i, l_i
-
-
-@gluon.jit
-def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
-    # For each of 64 rows the first key that it doesn't see.
-    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    limit = gl.full([64], seqlen_k, gl.int32, ROWS)
-    if CAUSAL:
-        # Bottom-right: row i sees key j when j <= i + seqlen_k - seqlen_q.
-        position = row + gl.arange(0, 64, ROWS) // PACK_HEADS
-        limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
-    return limit
 
 
 @gluon.jit

@@ -1,8 +1,10 @@
-"""Which kernel a GPU test runs."""
+"""Which kernel a GPU test runs; what follows a test that broke the context."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from autoflash.runtime import dispatch
 from tests.gpu.support import any_config_of
@@ -17,3 +19,14 @@ def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     dispatch.forget()
     yield request.param
     dispatch.forget()
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """A context that one test has broken would fail all that follow in its process: it ends, and
+    pytest-xdist starts another one."""
+    if call.excinfo is None or not call.excinfo.errisinstance(torch.AcceleratorError):
+        return
+    print(f"{item.nodeid}: {call.excinfo.value}", flush=True)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)
+    pytest.exit(f"{item.nodeid} broke the CUDA context", returncode=1)

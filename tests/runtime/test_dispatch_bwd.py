@@ -51,7 +51,7 @@ def inputs_of(rows=10, keys=12, dim_v=16):
 
 
 def run(inputs, need_dq=True, need_dkv=True):
-    return attention_bwd(*inputs.values(), 0.5, True, False, need_dq, need_dkv)
+    return attention_bwd(*inputs.values(), 0.5, True, False, False, need_dq, need_dkv)
 
 
 def test_addresses_go_by_name(gpu):

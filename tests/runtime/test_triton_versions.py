@@ -42,6 +42,10 @@ for name, others in (
     ("flash_fwd_ws", {"head_dim": 64, "causal": True, "dtype": "float16"}),
     ("flash_fwd_ws", {"head_dim": 256, "kv_heads": 2, "seqlen_q": 16, "causal": True}),
     ("flash_bwd", {"head_dim": 128, "kv_heads": 2, "causal": True, "op": "bwd"}),
+    ("flash_bwd_ws", {"head_dim": 64, "causal": True, "op": "bwd"}),
+    ("flash_bwd_ws", {"head_dim": 128, "dtype": "float16", "op": "bwd"}),
+    ("flash_bwd_split", {"head_dim": 128, "op": "bwd"}),
+    ("flash_bwd_split", {"head_dim": 256, "causal": True, "op": "bwd"}),
 ):
     kernel, problem = KERNELS[name], Problem.parse(fields | others)
     config = kernel.default(problem, h100)

@@ -8,6 +8,7 @@ that is given up too early, a wrong coordinate or mask gives a wrong result, and
 deadlock, which is found out. Layouts, registers and speed are not modelled.
 """
 
+import importlib
 import linecache
 import random
 import sys
@@ -80,7 +81,11 @@ class Desc:
         return types.SimpleNamespace(shape=list(self.block))
 
     def part(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What of the tensor, and of a block, a copy to or from ``at`` touches."""
+        """What of the tensor, and of a block, a copy to or from ``at`` touches.
+
+        The hardware takes an address that is no multiple of 16 bytes for an illegal instruction.
+        """
+        assert at[-1] * self.tensor.element_size() % 16 == 0, f"a copy at {at} is not aligned"
         outer, inner = [], []
         for start, size, length in zip(at, self.block, self.tensor.shape, strict=True):
             first, last = min(max(start, 0), length), min(max(start + size, 0), length)
@@ -291,6 +296,9 @@ class Machine:
         at = [int(x) for x in at]
         assert place.shape == list(desc.block)
 
+        # The hardware calls one that begins before the tensor an illegal instruction.
+        assert min(at) >= 0, f"a copy to {at}"
+
         def copy() -> None:
             outer, inner = desc.part(at)
             if add:
@@ -365,6 +373,10 @@ class Machine:
         return number(old)
 
 
+def _load(pointer: Pointer) -> Number:
+    return number(pointer.memory[torch.as_tensor(pointer.offset).long()])
+
+
 def _store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
     offsets, value = torch.broadcast_tensors(torch.as_tensor(pointer.offset), value)
     kept = torch.ones_like(offsets, dtype=torch.bool) if mask is None else mask
@@ -414,12 +426,14 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         cdiv=lambda x, y: (x + y - 1) // y,
         minimum=_pair(torch.minimum), maximum=_pair(torch.maximum), where=_where,
         full=_full, zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
-        arange=lambda start, end, layout=None: number(torch.arange(start, end)),
+        arange=lambda start, end, layout=None: number(
+            torch.arange(start, end, dtype=torch.int32)
+        ),
         expand_dims=_expand_dims, split=_split,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=torch.exp2, log2=torch.log2,
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
-        store=_store, atomic_add=machine.atomic_add, atomic_xchg=machine.atomic_xchg,
+        load=_load, store=_store, atomic_add=machine.atomic_add, atomic_xchg=machine.atomic_xchg,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
     )  # fmt: skip
     mbarrier = types.SimpleNamespace(
@@ -452,21 +466,17 @@ def _init(barrier: Barrier, count: int) -> None:
 
 @contextmanager
 def _imports(modules: dict[str, types.ModuleType]) -> Iterator[None]:
-    import triton.experimental
-
-    saved = {name: sys.modules.get(name) for name in modules}
-    attribute = getattr(triton.experimental, "gluon", None)
+    # Those that are there before may be put back: what imports Gluon later finds it whole.
+    saved = {name: importlib.import_module(name) for name in modules}
+    gluon = saved["triton.experimental.gluon"]
+    experimental = importlib.import_module("triton.experimental")
     sys.modules.update(modules)
-    triton.experimental.gluon = modules["triton.experimental.gluon"]  # type: ignore[attr-defined]
+    experimental.gluon = modules[gluon.__name__]  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        triton.experimental.gluon = attribute  # type: ignore[attr-defined]
-        for name, module in saved.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+        experimental.gluon = gluon  # type: ignore[attr-defined]
+        sys.modules.update(saved)
 
 
 def device_code(text: str, machine: Machine) -> dict[str, Any]:
