@@ -85,6 +85,7 @@ _HOPPER_BACKWARD_CONFIG = Config(
     DQ_SPLIT="columns",
     DP_EARLY=False,
     TURNS=False,
+    SCHEDULE="dynamic",
     GROUP_MB=24,
 )
 
@@ -156,7 +157,7 @@ HOPPER_BACKWARD_CASES: Cases = (
     (_problem("bfloat16", 128, 128, causal=True, op="bwd"), {}),
     (
         _problem("float16", 64, 64, causal=False, op="bwd"),
-        {"BLOCK_M": 128, "DQ_SPLIT": "rows", "TURNS": True, "DP_EARLY": True},
+        {"BLOCK_M": 128, "DQ_SPLIT": "rows", "TURNS": True, "DP_EARLY": True, "SCHEDULE": "grid"},
     ),
 )
 

@@ -22,6 +22,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     lead_rows,
     padded_rows,
     shared_parts,
+    tile_count,
     why_not_served,
 )
 from autoflash.kernels.flash_fwd_ws_space import block_d
@@ -31,6 +32,7 @@ from autoflash.kernels.kernel import (
     Access,
     Argument,
     Call,
+    Counter,
     Descriptor,
     Function,
     Kernel,
@@ -55,15 +57,16 @@ _MAX_GRID = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class FlashBwdWsVariant(Variant):
-    """One body of source; the order of tiles is the emitted file's own."""
+    """``dynamic``: tiles come from a counter. The order of tiles is the emitted file's own."""
 
+    dynamic: bool
     group_mb: int
 
     def template_context(self) -> dict[str, Any]:
-        return {"group_mb": self.group_mb}
+        return {"dynamic": self.dynamic, "group_mb": self.group_mb}
 
     def slug(self, problem: Problem) -> str:
-        return "_".join(slug_parts(problem))
+        return "_".join([*slug_parts(problem), *(["dynamic"] if self.dynamic else [])])
 
 
 class FlashBwdWs(Kernel):
@@ -81,14 +84,15 @@ class FlashBwdWs(Kernel):
         reason = why_not_served(problem, target) or why_too_long(problem)
         if reason is not None:
             return reason
-        keys = problem.batch * problem.kv_heads * -(-problem.seqlen_k // KEYS)
-        if keys > _MAX_GRID:
+        if tile_count(problem) > _MAX_GRID:
             return f"more than {_MAX_GRID} blocks of {KEYS} keys: split the batch"
         return None
 
     def variant(self, problem: Problem, config: Config) -> FlashBwdWsVariant:
         del problem
-        return FlashBwdWsVariant(group_mb=config.integer("GROUP_MB"))
+        return FlashBwdWsVariant(
+            dynamic=config["SCHEDULE"] == "dynamic", group_mb=config.integer("GROUP_MB")
+        )
 
     def example(self, problem: Problem) -> Problem:
         fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
@@ -121,13 +125,16 @@ class FlashBwdWs(Kernel):
             f"1 warp loads, with {LOADER_REGISTERS} registers per thread",
             f"{CONSUMERS} consumers of 4 warps and 64 keys, {CONSUMER_REGISTERS} registers{turns}",
             f"ring of {config['STAGES']} blocks of {config['BLOCK_M']} query rows; "
-            f"dP issued {order} the exponentials; dq split by {config['DQ_SPLIT']}",
+            f"dP issued {order} the exponentials; dq split by {config['DQ_SPLIT']}; "
+            f"tiles by {config['SCHEDULE']} schedule",
             f"shared memory: {shared}",
         ]
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
         found: dict[Config, None] = {}
-        for values in _TRIES[block_d(problem)]:
+        schedule = "dynamic" if tile_count(problem) > target.sm_count else "grid"
+        for tried in _TRIES[block_d(problem)]:
+            values = {**tried, "SCHEDULE": schedule}
             for size in GROUP_SIZES:
                 config = Config(**values, GROUP_MB=size)
                 wanted = Config(**values, GROUP_MB=24)
@@ -209,22 +216,33 @@ def _main(problem: Problem, config: Config) -> Function:
     }
     sizes = (
         "kv_heads", "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded", "lead",
+        "n_tiles",
     )  # fmt: skip
+
+    dynamic = config["SCHEDULE"] == "dynamic"
+    counter = {"counter": "*i32"} if dynamic else {}
 
     def bind(call: Call) -> list[Argument]:
         p = call.problem
         arguments: list[Argument] = [copied(name, call, b) for name, b in blocks.items()]
+        arguments += [Counter()] if dynamic else []
         arguments += [call.scale, call.scale * LOG2_E, p.kv_heads, p.group]
         arguments += [p.batch * p.kv_heads, group_heads(config, p)]
-        return [*arguments, p.seqlen_q, p.seqlen_k, padded_rows(p), lead_rows(p)]
+        return [*arguments, p.seqlen_q, p.seqlen_k, padded_rows(p), lead_rows(p), tile_count(p)]
 
     def grid(problem: Problem, target: Target) -> int:
-        del target
-        return problem.batch * problem.kv_heads * -(-problem.seqlen_k // KEYS)
+        tiles = tile_count(problem)
+        return min(tiles, target.sm_count) if dynamic else tiles
 
     return Function(
         name="flash_bwd_ws",
-        signature={**kinds, "scale": "fp32", "scale_log2": "fp32", **dict.fromkeys(sizes, "i32")},
+        signature={
+            **kinds,
+            **counter,
+            "scale": "fp32",
+            "scale_log2": "fp32",
+            **dict.fromkeys(sizes, "i32"),
+        },
         constexprs={
             "CONSUMERS": CONSUMERS,
             "BLOCK_M": config["BLOCK_M"],

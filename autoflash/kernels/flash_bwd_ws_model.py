@@ -5,7 +5,7 @@ the softmax and the exchange of dS leave in the open. Not fitted yet: the factor
 that a first study of the design had on an H200 (550 TFLOP/s at 128, 467 at 64).
 """
 
-from autoflash.kernels.flash_bwd_ws_space import KEYS, group_heads
+from autoflash.kernels.flash_bwd_ws_space import KEYS, group_heads, tile_count
 from autoflash.kernels.flash_fwd_ws_space import block_d
 from autoflash.problem import Problem
 from autoflash.space import Config
@@ -43,7 +43,7 @@ def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
         one = problem.group * problem.seqlen_q * problem.head_dim * 8
         if group_heads(config, problem) * one > 0.75 * target.l2_bytes:
             step *= 1 + _UNGROUPED
-    tiles = problem.batch * problem.kv_heads * -(-problem.seqlen_k // KEYS)
+    tiles = tile_count(problem)
     turns = tiles / target.sm_count
     turns = float(-(-tiles // target.sm_count)) if turns < 4 else turns + 0.5
     compute = turns * (steps * step + _TILE) / (target.clock_ghz * 1e9)

@@ -63,6 +63,11 @@ def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
     }
 
 
+def tile_count(problem: Problem) -> int:
+    """Tiles of KEYS keys of one key/value head."""
+    return problem.batch * problem.kv_heads * -(-problem.seqlen_k // KEYS)
+
+
 def group_heads(config: Config, problem: Problem) -> int:
     """Key/value heads that run side by side: those whose q, dout and sums fit in GROUP_MB."""
     row = problem.head_dim * (2 * DTYPE_BYTES[problem.dtype] + 4)
@@ -119,12 +124,18 @@ def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None
     return None
 
 
+def _schedules(config: Config, problem: Problem, target: Target) -> str | None:
+    tiles = tile_count(problem)
+    if config["SCHEDULE"] == "dynamic" and tiles <= target.sm_count:
+        return f"{tiles} tiles: each of the {target.sm_count} SMs has one at most"
+    return None
+
+
 def _orders_tiles(config: Config, problem: Problem, target: Target) -> str | None:
     size = config.integer("GROUP_MB")
     if size == GROUP_SIZES[0]:
         return None
-    tiles = problem.batch * problem.kv_heads * -(-problem.seqlen_k // KEYS)
-    if tiles <= target.sm_count:
+    if tile_count(problem) <= target.sm_count:
         return f"GROUP_MB={size}: all tiles run side by side"
     smaller = Config(**{**config, "GROUP_MB": GROUP_SIZES[GROUP_SIZES.index(size) - 1]})
     heads = group_heads(config, problem)
@@ -140,6 +151,7 @@ SPACE = SearchSpace(
         Param(name="DQ_SPLIT", choices=("columns", "rows"), doc="how consumers share dq"),
         Param(name="DP_EARLY", choices=(False, True), doc="dP issued before the exponentials"),
         Param(name="TURNS", choices=(False, True), doc="consumers take turns at the matrix unit"),
+        Param(name="SCHEDULE", choices=("grid", "dynamic"), doc="how programs come by tiles"),
         Param(name="GROUP_MB", choices=GROUP_SIZES, doc="MiB of q, dout, dq side by side (L2)"),
     ),
     constraints=(
@@ -149,6 +161,7 @@ SPACE = SearchSpace(
         Constraint(
             name="shared memory", why_not=_fits_shared, reads=("BLOCK_M", "STAGES", "DQ_SPLIT")
         ),
+        Constraint(name="schedule", why_not=_schedules, reads=("SCHEDULE",), advice=True),
         Constraint(name="tile order", why_not=_orders_tiles, reads=("GROUP_MB",), advice=True),
     ),
 )

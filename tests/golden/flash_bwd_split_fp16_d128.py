@@ -292,22 +292,15 @@ def add_block(
 
 
 @gluon.jit
-def load(
-    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+def load_tile(
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+    start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    # The loader's part: one warp, which starts copies.
+    # Copies a tile's keys and all rows that see them; gives the number of the block after its last.
     BLOCK_N: gl.constexpr = 64 * PARTS
-    start_n, batch, head_kv = tile_coords(
-        gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
-    )
     first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
-    mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
-    for c in gl.static_range(PARTS):
-        copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
-    block = 0
     for member in range(group):
         head = head_kv * group + member
         statistics = (batch * kv_heads * group + head) * padded + lead
@@ -318,14 +311,38 @@ def load(
             mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_s.index(stage))
             copy_in(lse2_desc, [statistics + row], q_full.index(stage), lse_s.index(stage))
-            if block == 0:
-                mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
-                for c in gl.static_range(PARTS):
-                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
             mbarrier.expect(dout_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(dout_desc, [batch, head, row, 0], dout_full.index(stage), dout_s.index(stage))
             copy_in(minus_delta_desc, [statistics + row], dout_full.index(stage), delta_s.index(stage))
+            if member + i == 0:
+                # Last, since the tile before may still need their places.
+                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)
+                mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
+                for c in gl.static_range(PARTS):
+                    copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
+                mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
+                for c in gl.static_range(PARTS):
+                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
             block += 1
+    return block
+
+
+@gluon.jit
+def load(
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    # The loader's part: one warp, which starts copies.
+    start_n, batch, head_kv = tile_coords(
+        gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, 64 * PARTS, False
+    )
+    load_tile(
+        q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+        start_n, batch, head_kv, 0, 0, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+        PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+    )
 
 
 @gluon.jit
@@ -351,7 +368,7 @@ def step(
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+    c: gl.constexpr, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
@@ -392,13 +409,13 @@ def consume(
 
 @gluon.jit
 def consume_0(
-    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
     consume(
-        0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+        0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
     )
@@ -406,13 +423,13 @@ def consume_0(
 
 @gluon.jit
 def consume_1(
-    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
     consume(
-        1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+        1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
     )
@@ -436,23 +453,24 @@ def flash_bwd_split_dkdv(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_desc.layout)
     kv_full = barriers(2, 1)
+    kv_free = barriers(1, 2)
     q_full = barriers(STAGES, 1)
     dout_full = barriers(STAGES, 1)
     free = barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
         (consume_0, (
-            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
         )),
         (consume_1, (
-            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
         )),
         (load, (
-            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
+            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
             kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )),

@@ -8,7 +8,7 @@ With P = exp(scale * q k^T - lse), recomputed block by block, and delta = rowsum
     dv = P^T dout,  dS = P * (dout v^T - delta),  dq = scale * dS k,  dk = scale * dS^T q
 
 Three functions run in turn. flash_bwd_ws_prepare gives -delta and lse in base 2, with room behind
-each head's rows, and zeros for the sums of dq. In flash_bwd_ws a program owns 128 keys of a
+each head's rows, and zeros for the sums of dq. In flash_bwd_ws a tile is 128 keys of a
 key/value head: one warp loads them, then rows of q and dout through a ring of STAGES buffers (TMA,
 mbarriers); two warpgroups own 64 keys each, of which all scores are kept transposed. Each hands
 dS on through shared memory, and a step later computes its part of dq for all of the keys, which the
@@ -131,6 +131,42 @@ def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.const
         copy_out(out_desc, [batch, head, row, column], place)
     else:
         copy_out(out_desc, [batch, head, row, 0, column], place)
+
+
+@gluon.jit
+def put(slot, number):
+    # A number into a slot of shared memory, by one warp.
+    slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def take(slot):
+    # The number in a slot, by a warpgroup.
+    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def tell(mail, mail_full, mail_empty, turn, more, row, batch, head):
+    # The loader tells the consumers their turn-th tile, or that there is none; two are in the mail.
+    at = turn % 2
+    mbarrier.wait(mail_empty.index(at), ((turn // 2) & 1) ^ 1)
+    put(mail.index(4 * at), more.to(gl.int32))
+    put(mail.index(4 * at + 1), row)
+    put(mail.index(4 * at + 2), batch)
+    put(mail.index(4 * at + 3), head)
+    mbarrier.arrive(mail_full.index(at))
+
+
+@gluon.jit
+def hear(mail, mail_full, mail_empty, turn):
+    at = turn % 2
+    mbarrier.wait(mail_full.index(at), (turn // 2) & 1)
+    more = take(mail.index(4 * at))
+    row = take(mail.index(4 * at + 1))
+    batch = take(mail.index(4 * at + 2))
+    head = take(mail.index(4 * at + 3))
+    mbarrier.arrive(mail_empty.index(at))
+    return more, row, batch, head
 
 
 @gluon.jit
@@ -275,22 +311,15 @@ def flash_bwd_ws_convert(
 
 
 @gluon.jit
-def load(
-    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+def load_tile(
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+    start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    # The loader's part: one warp, which starts copies.
+    # Copies a tile's keys and all rows that see them; gives the number of the block after its last.
     BLOCK_N: gl.constexpr = 64 * PARTS
-    start_n, batch, head_kv = tile_coords(
-        gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
-    )
     first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
-    mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
-    for c in gl.static_range(PARTS):
-        copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
-    block = 0
     for member in range(group):
         head = head_kv * group + member
         statistics = (batch * kv_heads * group + head) * padded + lead
@@ -301,14 +330,50 @@ def load(
             mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_s.index(stage))
             copy_in(lse2_desc, [statistics + row], q_full.index(stage), lse_s.index(stage))
-            if block == 0:
-                mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
-                for c in gl.static_range(PARTS):
-                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
             mbarrier.expect(dout_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(dout_desc, [batch, head, row, 0], dout_full.index(stage), dout_s.index(stage))
             copy_in(minus_delta_desc, [statistics + row], dout_full.index(stage), delta_s.index(stage))
+            if member + i == 0:
+                # Last, since the tile before may still need their places.
+                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)
+                mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
+                for c in gl.static_range(PARTS):
+                    copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
+                mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
+                for c in gl.static_range(PARTS):
+                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
             block += 1
+    return block
+
+
+@gluon.jit
+def load(
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+    kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
+    CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    # The loader's part: one warp, which starts copies and tells the consumers which tile is next.
+    programs = gl.num_programs(0)
+    tile = gl.program_id(0)
+    turn = 0
+    block = 0
+    start_n, batch, head_kv = tile_coords(
+        tile, seqlen_k, kv_heads, batch_heads, group_heads, 64 * CONSUMERS, False
+    )
+    tell(mail, mail_full, mail_empty, turn, tile < n_tiles, start_n, batch, head_kv)
+    while tile < n_tiles:
+        block = load_tile(
+            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+            start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
+            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+        )
+        tile += programs
+        start_n, batch, head_kv = tile_coords(
+            tile, seqlen_k, kv_heads, batch_heads, group_heads, 64 * CONSUMERS, False
+        )
+        turn += 1
+        tell(mail, mail_full, mail_empty, turn, tile < n_tiles, start_n, batch, head_kv)
 
 
 @gluon.jit
@@ -356,7 +421,7 @@ def step(
     if TURNS:
         # The consumers take turns at the matrix unit; the first turn of consumer 0 is free.
         mbarrier.wait(turns.index(c), (block & 1) ^ (c == 0))
-    # Of the first block this is a product of what lies there, which is not handed in.
+    # Of a tile's first block this is a product of what lies there, which is not handed in.
     mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
     dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)
     mbarrier.wait(q_full.index(stage), phase)
@@ -364,7 +429,7 @@ def step(
     if TURNS:
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
     dq = warpgroup_mma_wait(1, deps=[dq])
-    if block > 0:
+    if last_row >= 0:
         hand_in(c, dq, sums_desc, dq_s, batch, last_head, last_row, DQ_SPLIT)
     ds, ds_operand, p_operand, dk, dv = add_block(
         s, dk, dv, v, q, dout, lse_s.index(stage), delta_s.index(stage), dout_full.index(stage), phase,
@@ -381,8 +446,8 @@ def step(
 @gluon.jit
 def consume(
     c: gl.constexpr, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-    kv_full, q_full, dout_full, free, ds_full, turns,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+    kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
@@ -394,66 +459,70 @@ def consume(
     DQ_ROWS: gl.constexpr = BLOCK_M if DQ_SPLIT == "columns" else 64
     DQ_COLUMNS: gl.constexpr = BLOCK_D // CONSUMERS if DQ_SPLIT == "columns" else BLOCK_D
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    start_n, batch, head_kv = tile_coords(
-        gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, BLOCK_N, False
-    )
-    first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
-    needed = first_rows(start_n + c * 64, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
     zero = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([DQ_ROWS, DQ_COLUMNS], gl.float32, Q_LAYOUT)
-    dk = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
-    dv = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(kv_full.index(1), 0)
+    turn = 0
     block = 0
-    last_head = 0
-    last_row = 0
-    for member in range(group):
-        head = head_kv * group + member
-        for i in range(masked):
-            row = first + i * BLOCK_M
-            dk, dv = step(
-                c, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
-                sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
-                CONSUMERS, STAGES, BLOCK_D, True, DQ_SPLIT, DP_EARLY, TURNS,
-            )
-            last_head = head
-            last_row = row + lead
-            block += 1
-        for i in range(masked, blocks):
-            row = first + i * BLOCK_M
-            dk, dv = step(
-                c, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
-                sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
-                CONSUMERS, STAGES, BLOCK_D, False, DQ_SPLIT, DP_EARLY, TURNS,
-            )
-            last_head = head
-            last_row = row + lead
-            block += 1
-    before = block - 1
-    mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
-    dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)
-    # v's place is free: no other consumer reads it.
-    put_out(dv, dv_desc, v_s.index(c), batch, head_kv, start_n + c * 64, 0, 1)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    hand_in(c, dq, sums_desc, dq_s, batch, last_head, last_row, DQ_SPLIT)
-    put_out(dk * scale, dk_desc, v_s.index(c), batch, head_kv, start_n + c * 64, 0, 1)
+    more, start_n, batch, head_kv = hear(mail, mail_full, mail_empty, turn)
+    while more != 0:
+        first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
+        needed = first_rows(start_n + c * 64, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
+        dk = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
+        dv = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
+        mbarrier.wait(kv_full.index(0), turn & 1)
+        mbarrier.wait(kv_full.index(1), turn & 1)
+        last_head = 0
+        last_row = -1
+        for member in range(group):
+            head = head_kv * group + member
+            for i in range(masked):
+                row = first + i * BLOCK_M
+                dk, dv = step(
+                    c, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
+                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
+                    CONSUMERS, STAGES, BLOCK_D, True, DQ_SPLIT, DP_EARLY, TURNS,
+                )
+                last_head = head
+                last_row = row + lead
+                block += 1
+            for i in range(masked, blocks):
+                row = first + i * BLOCK_M
+                dk, dv = step(
+                    c, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
+                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
+                    CONSUMERS, STAGES, BLOCK_D, False, DQ_SPLIT, DP_EARLY, TURNS,
+                )
+                last_head = head
+                last_row = row + lead
+                block += 1
+        before = block - 1
+        mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
+        dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)
+        # dq's place holds 64 keys of dk or dv as well, and is this consumer's alone.
+        place = dq_s.index(c)._reinterpret(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
+        put_out(dv, dv_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(kv_free.index(0))
+        hand_in(c, dq, sums_desc, dq_s, batch, last_head, last_row, DQ_SPLIT)
+        put_out(dk * scale, dk_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
+        turn += 1
+        more, start_n, batch, head_kv = hear(mail, mail_full, mail_empty, turn)
     tma.store_wait(0)
 
 
 @gluon.jit
 def consume_0(
     sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-    kv_full, q_full, dout_full, free, ds_full, turns,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+    kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
     consume(
         0, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-        kv_full, q_full, dout_full, free, ds_full, turns,
-        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+        kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
         CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         DQ_SPLIT, DP_EARLY, TURNS,
     )
@@ -462,16 +531,16 @@ def consume_0(
 @gluon.jit
 def consume_1(
     sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-    kv_full, q_full, dout_full, free, ds_full, turns,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+    kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
     consume(
         1, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-        kv_full, q_full, dout_full, free, ds_full, turns,
-        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+        kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+        scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
         CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         DQ_SPLIT, DP_EARLY, TURNS,
     )
@@ -480,7 +549,7 @@ def consume_1(
 @gluon.jit
 def flash_bwd_ws(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, sums_desc, dk_desc, dv_desc,
-    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+    scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
@@ -499,30 +568,34 @@ def flash_bwd_ws(
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, BLOCK_M], DS_LAYOUT)
     dq_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + sums_desc.block_type.shape, sums_desc.layout)
     kv_full = barriers(2, 1)
+    kv_free = barriers(1, CONSUMERS)
     q_full = barriers(STAGES, 1)
     dout_full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
     ds_full = barriers(2, CONSUMERS)
     turns = barriers(CONSUMERS, 1)
+    mail_full = barriers(2, 1)
+    mail_empty = barriers(2, CONSUMERS)
+    mail = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     gl.warp_specialize([
         (consume_0, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-            kv_full, q_full, dout_full, free, ds_full, turns,
-            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+            kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (consume_1, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-            kv_full, q_full, dout_full, free, ds_full, turns,
-            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+            kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+            scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (load, (
-            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, q_full, dout_full, free,
-            kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
+            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+            kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
@@ -600,13 +673,14 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     flat = {"shape": [lse2.numel()], "strides": [1]}
     part = (rows, wide // 2) if main["DQ_SPLIT"] == "columns" else (64, wide)
     fit = max(1, (GROUP_MB << 20) // (group * seqlen_q * dim * 8))
+    tiles = batch * kv_heads * triton.cdiv(seqlen_k, 128)
     launch(
-        flash_bwd_ws, batch * kv_heads * triton.cdiv(seqlen_k, 128),
+        flash_bwd_ws, tiles,
         describe(q, 1, 1, rows, wide), describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide),
         describe(dout, 1, 1, rows, wide), describe(lse2, rows, **flat), describe(minus_delta, rows, **flat),
         describe(sums, 1, 1, *part), describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide),
         scale, scale * 1.4426950408889634, kv_heads, group, batch * kv_heads, min(fit, batch * kv_heads),
-        seqlen_q, seqlen_k, padded, lead,
+        seqlen_q, seqlen_k, padded, lead, tiles,
     )
     blocks = triton.cdiv(seqlen_q, CONSTEXPRS["flash_bwd_ws_convert"]["BLOCK_M"])
     launch(flash_bwd_ws_convert, batch * heads * blocks, sums, dq, *dq.stride()[:3], scale, heads, seqlen_q, lead)

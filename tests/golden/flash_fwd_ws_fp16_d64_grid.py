@@ -115,6 +115,42 @@ def put_out(acc, out_desc, place, batch, head, row, column, PACK_HEADS: gl.const
 
 
 @gluon.jit
+def put(slot, number):
+    # A number into a slot of shared memory, by one warp.
+    slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def take(slot):
+    # The number in a slot, by a warpgroup.
+    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def tell(mail, mail_full, mail_empty, turn, more, row, batch, head):
+    # The loader tells the consumers their turn-th tile, or that there is none; two are in the mail.
+    at = turn % 2
+    mbarrier.wait(mail_empty.index(at), ((turn // 2) & 1) ^ 1)
+    put(mail.index(4 * at), more.to(gl.int32))
+    put(mail.index(4 * at + 1), row)
+    put(mail.index(4 * at + 2), batch)
+    put(mail.index(4 * at + 3), head)
+    mbarrier.arrive(mail_full.index(at))
+
+
+@gluon.jit
+def hear(mail, mail_full, mail_empty, turn):
+    at = turn % 2
+    mbarrier.wait(mail_full.index(at), (turn // 2) & 1)
+    more = take(mail.index(4 * at))
+    row = take(mail.index(4 * at + 1))
+    batch = take(mail.index(4 * at + 2))
+    head = take(mail.index(4 * at + 3))
+    mbarrier.arrive(mail_empty.index(at))
+    return more, row, batch, head
+
+
+@gluon.jit
 def key_blocks(row, seqlen_q, seqlen_k, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     # Key blocks are counted down from `end`, the first key that no row of the tile sees, so that
     # hidden keys are never read. Only the first `front` blocks (which the diagonal cuts) and the
@@ -175,42 +211,6 @@ def key_limits(row, seqlen_q, seqlen_k, PACK_HEADS: gl.constexpr, CAUSAL: gl.con
         position = row + gl.arange(0, 64, ROWS) // PACK_HEADS
         limit = gl.maximum(gl.minimum(position + 1 + seqlen_k - seqlen_q, seqlen_k), 0)
     return limit
-
-
-@gluon.jit
-def put(slot, number):
-    # A number into a slot of shared memory, by one warp.
-    slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def take(slot):
-    # The number in a slot, by a warpgroup.
-    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def tell(mail, mail_full, mail_empty, turn, more, row, batch, head):
-    # The loader tells the consumers their turn-th tile, or that there is none; two are in the mail.
-    at = turn % 2
-    mbarrier.wait(mail_empty.index(at), ((turn // 2) & 1) ^ 1)
-    put(mail.index(4 * at), more.to(gl.int32))
-    put(mail.index(4 * at + 1), row)
-    put(mail.index(4 * at + 2), batch)
-    put(mail.index(4 * at + 3), head)
-    mbarrier.arrive(mail_full.index(at))
-
-
-@gluon.jit
-def hear(mail, mail_full, mail_empty, turn):
-    at = turn % 2
-    mbarrier.wait(mail_full.index(at), (turn // 2) & 1)
-    more = take(mail.index(4 * at))
-    row = take(mail.index(4 * at + 1))
-    batch = take(mail.index(4 * at + 2))
-    head = take(mail.index(4 * at + 3))
-    mbarrier.arrive(mail_empty.index(at))
-    return more, row, batch, head
 
 
 @gluon.jit

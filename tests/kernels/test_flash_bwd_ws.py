@@ -16,7 +16,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     padded_rows,
     shared_parts,
 )
-from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Descriptor, Pointer
+from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Counter, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
@@ -30,7 +30,8 @@ PROBLEM = Problem(
     dtype="bfloat16", causal=True, op="bwd",
 )  # fmt: skip
 CONFIG = Config(
-    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=False, GROUP_MB=1
+    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=False, SCHEDULE="dynamic",
+    GROUP_MB=1,
 )  # fmt: skip
 NAMES = ["flash_bwd_ws_prepare", "flash_bwd_ws", "flash_bwd_ws_convert"]
 BY_NAME = pytest.mark.parametrize("name", NAMES)
@@ -89,7 +90,7 @@ def test_the_language_is_that_of_the_decorator(name):
 def test_every_param_is_a_constexpr_or_orders_the_tiles():
     constexprs = functions()["flash_bwd_ws"].constexprs
     params = {param.name for param in SPACE.params}
-    assert params - set(constexprs) == {"GROUP_MB"}
+    assert params - set(constexprs) == {"GROUP_MB", "SCHEDULE"}
     for param in SPACE.params:
         for choice in param.choices:
             changed = functions(config=config_of(**{param.name: choice}))["flash_bwd_ws"]
@@ -123,6 +124,8 @@ def test_what_is_bound_fits_the_signature(name):
             dtype = "bf16" if value.dtype is None else "fp32"
             assert kind == f"tensordesc<{dtype}{list(value.block)}>"
             assert len(value.block) == len(value.shape) == len(value.strides)
+        elif argument == "counter":
+            assert (value, kind) == (Counter(), "*i32")
         elif argument.startswith("stride_"):
             tensor = {"o": "out", "do": "dout", "dq": "dq"}[argument.removeprefix("stride_")[:-1]]
             assert (value, kind) == (STRIDES[tensor]["bhm".index(argument[-1])], "i64")
@@ -135,7 +138,7 @@ def test_what_is_bound_by_hand():
     expected = {
         "scale": 0.5, "scale_log2": pytest.approx(0.5 * 1.4426950408889634), "kv_heads": 4,
         "group": 4, "batch_heads": 8, "group_heads": 1, "seqlen_q": 1001, "seqlen_k": 2000,
-        "padded": 1132, "lead": 3,
+        "padded": 1132, "lead": 3, "n_tiles": 128, "counter": Counter(),
     }  # fmt: skip
     assert {name: main[name] for name in expected} == expected
     assert main["q_desc"].shape == (2, 16, 1001, 96)
@@ -184,6 +187,7 @@ REJECTED = [
     ("registers", H100, {}, {"BLOCK_M": 128}, ["352", "240"]),
     ("shared memory", H100, NARROW, {**ROWS_SPLIT, "STAGES": 3}, [str(227 * 1024)]),
     ("tile order", H100, {"batch": 8, "seqlen_q": 10_000}, {"GROUP_MB": 8}, ["1 heads", "as 1"]),
+    ("schedule", H100, {"batch": 1}, {}, ["64 tiles", "132 SMs"]),
     ("tile order", H100, {"batch": 1}, {"GROUP_MB": 8}, ["all tiles"]),
 ]  # fmt: skip
 
@@ -201,7 +205,8 @@ def test_the_constraint_rejects_with_a_reason(name, target, changes, values, wor
     assert reason is not None
     assert [word for word in words if word not in reason] == []
     assert SPACE.why_not(config, problem, target) is not None
-    assert constraint.why_not(CONFIG, PROBLEM, target if name != "hardware" else H100) is None
+    problem = problem_of(batch=4)
+    assert constraint.why_not(CONFIG, problem, target if name != "hardware" else H100) is None
 
 
 def test_served_where_it_can_run_beside_the_portable_one():
@@ -266,7 +271,8 @@ def test_the_pipeline_is_told():
     assert lines == [
         "1 warp loads, with 24 registers per thread",
         "2 consumers of 4 warps and 64 keys, 240 registers, in turns",
-        "ring of 2 blocks of 64 query rows; dP issued after the exponentials; dq split by columns",
+        "ring of 2 blocks of 64 query rows; dP issued after the exponentials; dq split by columns; "
+        "tiles by dynamic schedule",
         "shared memory: k, v 64 KiB, q, dout 64 KiB, statistics 1 KiB, dS 32 KiB, dq 32 KiB, "
         "barriers 2 KiB",
     ]

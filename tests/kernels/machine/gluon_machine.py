@@ -10,6 +10,7 @@ deadlock, which is found out. Layouts, registers and speed are not modelled.
 
 import importlib
 import linecache
+import math
 import random
 import sys
 import threading
@@ -127,6 +128,11 @@ class Shared:
 
     def reshape(self, shape: Sequence[int]) -> "Shared":
         return Shared(self.data.view(*shape))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> "Shared":
+        del layout
+        room = self.data.view(-1).view(dtype)
+        return Shared(room[: math.prod(shape)].view(*shape))
 
     def load(self, layout: Any) -> Number:
         del layout

@@ -30,7 +30,9 @@ FUNCTIONS = {
     "flash_bwd_ws": ("flash_bwd_ws",),
     "flash_bwd_split": ("flash_bwd_split_dkdv", "flash_bwd_split_dq"),
 }
-TARGET = NAMED_TARGETS["h100"]
+# Few SMs: a program of a dynamic schedule computes several tiles.
+TARGET = dataclasses.replace(NAMED_TARGETS["h100"], sm_count=2)
+ONE_SM = dataclasses.replace(TARGET, sm_count=1)
 SEED = int(os.environ.get("AUTOFLASH_TEST_SEED", "0"))
 SAMPLE, CASES = 32, 300
 
@@ -55,7 +57,9 @@ def case(name: str, index: int) -> tuple[Problem, Config]:
     return problem, lot.choice(KERNELS[name].space.configs(problem, TARGET))
 
 
-def why_wrong(name, problem, config, seed, change=str, patience_s=30.0) -> str | None:
+def why_wrong(
+    name, problem, config, seed, change=str, patience_s=30.0, target=TARGET
+) -> str | None:
     """How a run breaks the accuracy rule, or None. Inputs and outputs lie in NaN; rows that see no
     key hold NaN too."""
     p, generator = problem, torch.Generator().manual_seed(seed)
@@ -79,7 +83,7 @@ def why_wrong(name, problem, config, seed, change=str, patience_s=30.0) -> str |
     tensors |= scratch(name, problem, gradients.inputs)
     for function in FUNCTIONS[name]:
         machine = Machine(seed=seed, patience_s=patience_s)
-        run_function(KERNELS[name], function, problem, config, tensors, TARGET, machine, change)
+        run_function(KERNELS[name], function, problem, config, tensors, target, machine, change)
     if "sums" in tensors:
         tensors["dq"].copy_(tensors["sums"][:, :, lead_rows(p) :] * p.head_dim**-0.5)
     stray = sum(stray_writes(tensors[grad]) for grad in ("dq", "dk", "dv"))
@@ -125,7 +129,8 @@ PROBLEM = Problem(
     dtype="float16", causal=True, op="bwd",
 )  # fmt: skip
 CONFIG = Config(
-    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=True, GROUP_MB=1
+    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=True, SCHEDULE="dynamic",
+    GROUP_MB=1,
 )  # fmt: skip
 DEFECTS = {
     "dS of the other consumer is not waited for": (
@@ -145,6 +150,18 @@ DEFECTS = {
     ),
     "rows are loaded before their place is free": (
         "            mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)\n", "",
+    ),
+    "k and v are overwritten by the next tile's": (
+        "                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)\n", "",
+    ),
+    "the next tile's k is not waited for": (
+        "        mbarrier.wait(kv_full.index(0), turn & 1)\n", "",
+    ),
+    "a tile's first block hands in dq of another tile": ("if last_row >= 0:", "if block > 0:"),
+    "dk lies where dq is still being read": (
+        "        put_out(dk * scale, dk_desc, place, batch, head_kv, start_n + c * 64, 0, 1)\n",
+        "        matrix(place).store((dk * scale).to(dk_desc.dtype))\n"
+        "        copy_out(dk_desc, [batch, head_kv, start_n + c * 64, 0], place)\n",
     ),
     "dout is not waited for": ("    mbarrier.wait(dout_full.index(stage), phase)\n", ""),
     "the last block's dq is forgotten": (
@@ -238,7 +255,7 @@ def test_the_machine_notices(defect):
     def noticed(seed: int) -> bool:
         problem = dataclasses.replace(PROBLEM, causal=seed % 2 == 0)
         try:
-            return why_wrong("flash_bwd_ws", problem, CONFIG, seed, change, 1.0) is not None
+            return why_wrong("flash_bwd_ws", problem, CONFIG, seed, change, 1.0, ONE_SM) is not None
         except (AssertionError, RuntimeError):
             return True
 
