@@ -305,9 +305,10 @@ def load_tile(
         head = head_kv * group + member
         statistics = (batch * kv_heads * group + head) * padded + lead
         for i in range(blocks):
-            stage = block % STAGES
+            at = block + member * blocks + i
+            stage = at % STAGES
             row = first + i * BLOCK_M
-            mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)
+            mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_s.index(stage))
             copy_in(lse2_desc, [statistics + row], q_full.index(stage), lse_s.index(stage))
@@ -323,8 +324,7 @@ def load_tile(
                 mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
                 for c in gl.static_range(PARTS):
                     copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
-            block += 1
-    return block
+    return block + group * blocks
 
 
 @gluon.jit

@@ -149,7 +149,7 @@ DEFECTS = {
         "\n    matrix(dq_s",
     ),
     "rows are loaded before their place is free": (
-        "            mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)\n", "",
+        "            mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)\n", "",
     ),
     "k and v are overwritten by the next tile's": (
         "                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)\n", "",
