@@ -45,6 +45,10 @@ if copy_add is None:
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, desc.handle, at, place.handle)
 
+# Shared memory seen as another type and shape: the method's name, before and from Triton 3.9 on.
+_descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
+
 
 @triton.jit
 def load_rows(
@@ -503,8 +507,11 @@ def consume(
         before = block - 1
         mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
         dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)
-        # dq's place holds 64 keys of dk or dv as well, and is this consumer's alone.
-        place = dq_s.index(c)._reinterpret(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
+        # dq's place holds 64 keys of dk or dv as well, or several times as much, and is this
+        # consumer's alone.
+        place = reinterpret(
+            dq_s.index(c), dk_desc.dtype, [DQ_ROWS * DQ_COLUMNS * 2 // (64 * BLOCK_D)] + dk_desc.block_type.shape, dk_desc.layout
+        ).index(0)
         put_out(dv, dv_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(kv_free.index(0))

@@ -10,7 +10,6 @@ deadlock, which is found out. Layouts, registers and speed are not modelled.
 
 import importlib
 import linecache
-import math
 import random
 import sys
 import threading
@@ -129,10 +128,9 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> "Shared":
         return Shared(self.data.view(*shape))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> "Shared":
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> "Shared":
         del layout
-        room = self.data.view(-1).view(dtype)
-        return Shared(room[: math.prod(shape)].view(*shape))
+        return Shared(self.data.view(-1).view(dtype).view(*shape))
 
     def load(self, layout: Any) -> Number:
         del layout
@@ -422,7 +420,7 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
     language = types.ModuleType("language")
     shared_layout = types.SimpleNamespace(get_default_for=_layout)
     language.__dict__.update(
-        constexpr=lambda value: value, static_range=range,
+        constexpr=lambda value: value, shared_memory_descriptor=Shared, static_range=range,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
         int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
