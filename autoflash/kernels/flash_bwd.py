@@ -275,7 +275,7 @@ _DEFAULT_STEPS: tuple[dict[str, int], ...] = (
 _Tile = tuple[int, int, int, int]
 _TILES: dict[str, dict[int, tuple[_Tile, _Tile]]] = {
     "sm_90": {
-        64: ((32, 128, 8, 2), (128, 64, 8, 2)),
+        64: ((32, 128, 4, 3), (64, 64, 4, 3)),
         128: ((32, 128, 8, 2), (128, 64, 8, 2)),
         256: ((16, 64, 8, 2), (64, 32, 8, 2)),
     },

@@ -101,7 +101,7 @@ class FlashBwdWs(Kernel):
     def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
         heads = (problem.batch, problem.heads)
         statistics = (*heads, padded_rows(problem))
-        sums = (*heads, lead_rows(problem) + problem.seqlen_q, problem.head_dim)
+        sums = (*statistics, problem.head_dim)
         return (
             Scratch(name="lse2", shape=statistics, dtype="float32"),
             Scratch(name="minus_delta", shape=statistics, dtype="float32"),
@@ -163,7 +163,7 @@ def _columns(**changes: Any) -> dict[str, Any]:
 
 # What defaults() tries, by padded head dim, each with fewer registers or less shared memory.
 _TRIES = {
-    64: (_columns(BLOCK_M=128, DQ_SPLIT="rows", TURNS=True), _columns(), _columns(STAGES=1)),
+    64: (_columns(BLOCK_M=128, DQ_SPLIT="rows"), _columns(), _columns(STAGES=1)),
     128: (_columns(), _columns(DP_EARLY=True), _columns(STAGES=1)),
 }
 
@@ -268,7 +268,15 @@ def _convert(problem: Problem) -> Function:
     def bind(call: Call) -> list[Argument]:
         tensors = [Pointer(tensor="sums"), Pointer(tensor="dq")]
         p = call.problem
-        return [*tensors, *call.strides["dq"], call.scale, p.heads, p.seqlen_q, lead_rows(p)]
+        return [
+            *tensors,
+            *call.strides["dq"],
+            call.scale,
+            p.heads,
+            p.seqlen_q,
+            padded_rows(p),
+            lead_rows(p),
+        ]
 
     def grid(problem: Problem, target: Target) -> int:
         del target
@@ -279,7 +287,7 @@ def _convert(problem: Problem) -> Function:
         signature={
             "sums_ptr": "*fp32", "dq_ptr": f"*{TRITON_DTYPES[problem.dtype]}",
             **{f"stride_dq{axis}": "i64" for axis in "bhm"},
-            "scale": "fp32", "heads": "i32", "seqlen_q": "i32", "lead": "i32",
+            "scale": "fp32", "heads": "i32", "seqlen_q": "i32", "padded": "i32", "lead": "i32",
         },
         constexprs={
             "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem), "BLOCK_M": _CONVERT_ROWS,
@@ -301,23 +309,18 @@ def _blocks(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
     step, own = (1, 1, rows, wide), (1, 1, KEYS // CONSUMERS, wide)
     return {
         "q": step, "k": own, "v": own, "dout": step, "lse2": (rows,), "minus_delta": (rows,),
-        "sums": (1, 1, *dq_part(config, problem)), "dk": own, "dv": own,
+        "sums": dq_part(config, problem), "dk": own, "dv": own,
     }  # fmt: skip
 
 
 def copied(tensor: str, call: Call, block: tuple[int, ...]) -> Descriptor:
     """The descriptor by which blocks of a tensor, or of scratch, are copied."""
     p = call.problem
-    if len(block) == 1:
-        length = p.batch * p.heads * padded_rows(p)
-        return Descriptor(
-            tensor=tensor, shape=(length,), strides=(1,), block=block, dtype="float32"
-        )
-    if tensor == "sums":
-        # No row lies before the first: the copy engine adds nothing there.
-        rows = lead_rows(p) + p.seqlen_q
-        shape = (p.batch, p.heads, rows, p.head_dim)
-        strides = (p.heads * rows * p.head_dim, rows * p.head_dim, p.head_dim, 1)
+    if tensor in _SUMS:
+        # Of all heads in a row: one number says where a block begins, and none begins before the
+        # first, where the copy engine can't add.
+        shape = (p.batch * p.heads * padded_rows(p), p.head_dim)[: len(block)]
+        strides = (p.head_dim, 1)[-len(block) :]
         return Descriptor(tensor=tensor, shape=shape, strides=strides, block=block, dtype="float32")
     strides = (*copy_strides(tensor, p, call.strides[tensor]), 1)
     return Descriptor(tensor=tensor, shape=tensor_shape(tensor, p), strides=strides, block=block)

@@ -54,7 +54,8 @@ def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
     rows, stages = config.integer("BLOCK_M"), config.integer("STAGES")
     part_rows, part_columns = dq_part(config, problem)
     return {
-        "k, v": 2 * KEYS * block_d(problem) * size,
+        # Two places for k: the next tile's, and this one's for its last dq.
+        "k, v": 3 * KEYS * block_d(problem) * size,
         "q, dout": 2 * stages * rows * block_d(problem) * size,
         "statistics": 2 * stages * rows * 4,
         "dS": 2 * KEYS * rows * size,

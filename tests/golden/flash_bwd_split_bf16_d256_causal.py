@@ -293,7 +293,7 @@ def add_block(
 
 @gluon.jit
 def load_tile(
-    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free,
     start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -301,6 +301,12 @@ def load_tile(
     # Copies a tile's keys and all rows that see them; gives the number of the block after its last.
     BLOCK_N: gl.constexpr = 64 * PARTS
     first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
+    # The places that k has: one, or two by turns.
+    place = turn % (k_s.shape[0] // PARTS)
+    mbarrier.wait(k_free.index(place), ((turn // (k_s.shape[0] // PARTS)) & 1) ^ 1)
+    mbarrier.expect(k_full.index(place), BLOCK_N * BLOCK_D * 2)
+    for c in gl.static_range(PARTS):
+        copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], k_full.index(place), k_s.index(place * PARTS + c))
     for member in range(group):
         head = head_kv * group + member
         statistics = (batch * kv_heads * group + head) * padded + lead
@@ -316,20 +322,17 @@ def load_tile(
             copy_in(dout_desc, [batch, head, row, 0], dout_full.index(stage), dout_s.index(stage))
             copy_in(minus_delta_desc, [statistics + row], dout_full.index(stage), delta_s.index(stage))
             if member + i == 0:
-                # Last, since the tile before may still need their places.
-                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)
-                mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
+                # Last, since the tile before may still need its place.
+                mbarrier.wait(v_free.index(0), (turn & 1) ^ 1)
+                mbarrier.expect(v_full.index(0), BLOCK_N * BLOCK_D * 2)
                 for c in gl.static_range(PARTS):
-                    copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
-                mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
-                for c in gl.static_range(PARTS):
-                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
+                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], v_full.index(0), v_s.index(c))
     return block + group * blocks
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free,
     kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -339,7 +342,7 @@ def load(
         gl.program_id(0), seqlen_k, kv_heads, batch_heads, group_heads, 64 * PARTS, False
     )
     load_tile(
-        q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+        q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free,
         start_n, batch, head_kv, 0, 0, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
     )
@@ -399,7 +402,7 @@ def add_keys(
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+    c: gl.constexpr, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
@@ -416,7 +419,10 @@ def consume(
     block = 0
     needed = first_rows(start_n, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
     acc = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
-    mbarrier.wait(kv_full.index(c), 0)
+    if c == 0:
+        mbarrier.wait(k_full.index(0), 0)
+    else:
+        mbarrier.wait(v_full.index(0), 0)
     for _member in range(group):
         if c == 0:
             for i in range(masked):
@@ -447,13 +453,13 @@ def consume(
 
 @gluon.jit
 def consume_0(
-    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
     consume(
-        0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+        0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
     )
@@ -461,13 +467,13 @@ def consume_0(
 
 @gluon.jit
 def consume_1(
-    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+    dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, DP_EARLY: gl.constexpr,
 ):
     consume(
-        1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+        1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
         PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
     )
@@ -493,25 +499,27 @@ def flash_bwd_split_dkdv(
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q_desc.dtype)
     p_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 64, BLOCK_M], P_SHARED)
     p_full = barriers(STAGES, 1)
-    kv_full = barriers(2, 1)
-    kv_free = barriers(1, 2)
+    k_full = barriers(1, 1)
+    k_free = barriers(1, 2)
+    v_full = barriers(1, 1)
+    v_free = barriers(1, 2)
     q_full = barriers(STAGES, 1)
     dout_full = barriers(STAGES, 1)
     free = barriers(STAGES, 2)
     fence_async_shared()
     gl.warp_specialize([
         (consume_0, (
-            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
         )),
         (consume_1, (
-            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, p_s, p_full,
+            dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, p_s, p_full,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, DP_EARLY,
         )),
         (load, (
-            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free,
+            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free,
             kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
             PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )),

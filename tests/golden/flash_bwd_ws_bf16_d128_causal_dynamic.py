@@ -270,7 +270,7 @@ def flash_bwd_ws_prepare(
 ):
     # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
     # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; sums fp32
-    # [batch, heads, lead + seqlen_q, HEAD_DIM]; those in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
+    # [batch, heads, padded, HEAD_DIM] likewise; those in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
     # zero.
     n_rows = tl.cdiv(padded, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M
@@ -294,21 +294,20 @@ def flash_bwd_ws_prepare(
     tl.store(lse2_ptr + to, tl.full([BLOCK_M], float("inf"), tl.float32), mask=rows < lead)
     tl.store(minus_delta_ptr + to + lead, dlse - delta, mask=rows + lead < padded)
     tl.store(lse2_ptr + to + lead, lse, mask=rows + lead < padded)
-    sum_rows = seqlen_q + lead
-    sums = sums_ptr + head_index.to(tl.int64) * sum_rows * HEAD_DIM
-    store_rows(sums, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), start_m, sum_rows, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D)
+    sums = sums_ptr + head_index.to(tl.int64) * padded * HEAD_DIM
+    store_rows(sums, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), start_m, lead + seqlen_q, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def flash_bwd_ws_convert(
-    sums_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqm, scale, heads, seqlen_q, lead,
+    sums_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqm, scale, heads, seqlen_q, padded, lead,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     # dq = scale * sums, both as in the functions before.
     n_rows = tl.cdiv(seqlen_q, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M
     head_index = tl.program_id(0) // n_rows
-    sums = sums_ptr + (head_index.to(tl.int64) * (seqlen_q + lead) + lead) * HEAD_DIM
+    sums = sums_ptr + (head_index.to(tl.int64) * padded + lead) * HEAD_DIM
     tile = load_rows(sums, start_m, seqlen_q, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     dq_rows = dq_ptr + (head_index // heads).to(tl.int64) * stride_dqb + head_index % heads * stride_dqh
     store_rows(dq_rows, tile * scale, start_m, seqlen_q, stride_dqm, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -316,7 +315,7 @@ def flash_bwd_ws_convert(
 
 @gluon.jit
 def load_tile(
-    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
     start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -324,6 +323,12 @@ def load_tile(
     # Copies a tile's keys and all rows that see them; gives the number of the block after its last.
     BLOCK_N: gl.constexpr = 64 * PARTS
     first, blocks, _masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
+    # The places that k has: one, or two by turns.
+    place = turn % (k_s.shape[0] // PARTS)
+    mbarrier.wait(k_free.index(place), ((turn // (k_s.shape[0] // PARTS)) & 1) ^ 1)
+    mbarrier.expect(k_full.index(place), BLOCK_N * BLOCK_D * 2)
+    for c in gl.static_range(PARTS):
+        copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], k_full.index(place), k_s.index(place * PARTS + c))
     for member in range(group):
         head = head_kv * group + member
         statistics = (batch * kv_heads * group + head) * padded + lead
@@ -339,20 +344,17 @@ def load_tile(
             copy_in(dout_desc, [batch, head, row, 0], dout_full.index(stage), dout_s.index(stage))
             copy_in(minus_delta_desc, [statistics + row], dout_full.index(stage), delta_s.index(stage))
             if member + i == 0:
-                # Last, since the tile before may still need their places.
-                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)
-                mbarrier.expect(kv_full.index(0), BLOCK_N * BLOCK_D * 2)
+                # Last, since the tile before may still need its place.
+                mbarrier.wait(v_free.index(0), (turn & 1) ^ 1)
+                mbarrier.expect(v_full.index(0), BLOCK_N * BLOCK_D * 2)
                 for c in gl.static_range(PARTS):
-                    copy_in(k_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(0), k_s.index(c))
-                mbarrier.expect(kv_full.index(1), BLOCK_N * BLOCK_D * 2)
-                for c in gl.static_range(PARTS):
-                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], kv_full.index(1), v_s.index(c))
+                    copy_in(v_desc, [batch, head_kv, start_n + 64 * c, 0], v_full.index(0), v_s.index(c))
     return block + group * blocks
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
     counter, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -368,7 +370,7 @@ def load(
     tell(mail, mail_full, mail_empty, turn, tile < n_tiles, start_n, batch, head_kv)
     while tile < n_tiles:
         block = load_tile(
-            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
             start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )
@@ -386,14 +388,14 @@ def load(
 
 
 @gluon.jit
-def dq_products(c: gl.constexpr, ds_s, k_s, buffer, zero, CONSUMERS: gl.constexpr, DQ_SPLIT: gl.constexpr):
+def dq_products(c: gl.constexpr, ds_s, k_s, block, k_place, zero, CONSUMERS: gl.constexpr, DQ_SPLIT: gl.constexpr):
     # Starts this consumer's part of dS k for the rows of a block, over the keys of all consumers:
     # its share of the columns, or 64 of the rows.
     COLUMNS: gl.constexpr = zero.shape[1]
     dq = zero
     for i in gl.static_range(CONSUMERS):
-        ds = ds_s.index(buffer * CONSUMERS + i)
-        k = matrix(k_s.index(i))
+        ds = ds_s.index((block & 1) * CONSUMERS + i)
+        k = matrix(k_s.index(k_place * CONSUMERS + i))
         if DQ_SPLIT == "columns":
             dq = warpgroup_mma(ds.permute((1, 0)), k.slice(c * COLUMNS, COLUMNS, 1), dq, use_acc=i > 0, is_async=True)
         else:
@@ -402,44 +404,47 @@ def dq_products(c: gl.constexpr, ds_s, k_s, buffer, zero, CONSUMERS: gl.constexp
 
 
 @gluon.jit
-def hand_in(c: gl.constexpr, dq, sums_desc, dq_s, batch, head, row, DQ_SPLIT: gl.constexpr):
+def hand_in(c: gl.constexpr, dq, sums_desc, dq_s, at, DQ_SPLIT: gl.constexpr):
     # Adds dq to the sums by way of shared memory, once what lay there is on its way.
     tma.store_wait(0)
-    matrix(dq_s.index(c)).store(dq)
+    dq_s.index(c).store(dq)
     fence_async_shared()
     if DQ_SPLIT == "columns":
-        copy_add(sums_desc, [batch, head, row, c * dq.shape[1]], dq_s.index(c))
+        copy_add(sums_desc, [at, c * dq.shape[1]], dq_s.index(c))
     else:
-        copy_add(sums_desc, [batch, head, row + c * 64, 0], dq_s.index(c))
+        copy_add(sums_desc, [at + c * 64, 0], dq_s.index(c))
 
 
 @gluon.jit
 def step(
-    c: gl.constexpr, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
-    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
+    c: gl.constexpr, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
+    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr, MASKED: gl.constexpr, DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
-    # What the rows of `block` give dk and dv, and dq of the block before.
+    # What the rows of `block` give dk and dv, and dq of the block before, which may be another
+    # tile's: its rows' sums begin at last_at, and its k lies in last_place.
     before = block - 1
     stage = block % STAGES
     phase = (block // STAGES) & 1
-    k = matrix(k_s.index(c))
+    k = matrix(k_s.index(k_place * CONSUMERS + c))
     v = matrix(v_s.index(c))
     q = matrix(q_s.index(stage))
     dout = matrix(dout_s.index(stage))
     if TURNS:
         # The consumers take turns at the matrix unit; the first turn of consumer 0 is free.
         mbarrier.wait(turns.index(c), (block & 1) ^ (c == 0))
-    # Of a tile's first block this is a product of what lies there, which is not handed in.
+    # Of the first block of all this is a product of what lies there, which is not handed in.
     mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
-    dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)
+    dq = dq_products(c, ds_s, k_s, before, last_place, zero_q, CONSUMERS, DQ_SPLIT)
     mbarrier.wait(q_full.index(stage), phase)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if TURNS:
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
     dq = warpgroup_mma_wait(1, deps=[dq])
-    if last_row >= 0:
-        hand_in(c, dq, sums_desc, dq_s, batch, last_head, last_row, DQ_SPLIT)
+    if last_place != k_place:
+        mbarrier.arrive(k_free.index(last_place))
+    if last_at >= 0:
+        hand_in(c, dq, sums_desc, dq_s, last_at, DQ_SPLIT)
     ds, ds_operand, p_operand, dk, dv = add_block(
         s, dk, dv, v, q, dout, lse_s.index(stage), delta_s.index(stage), dout_full.index(stage), phase,
         zero, needed, row, scale_log2, BLOCK_D, MASKED, DP_EARLY,
@@ -455,7 +460,7 @@ def step(
 @gluon.jit
 def consume(
     c: gl.constexpr, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-    kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+    k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -472,60 +477,61 @@ def consume(
     zero_q = gl.zeros([DQ_ROWS, DQ_COLUMNS], gl.float32, Q_LAYOUT)
     turn = 0
     block = 0
+    last_place = 0
+    last_at = -1
     more, start_n, batch, head_kv = hear(mail, mail_full, mail_empty, turn)
     while more != 0:
         first, blocks, masked = row_blocks(start_n, seqlen_q, seqlen_k, lead, BLOCK_N, BLOCK_M, CAUSAL)
         needed = first_rows(start_n + c * 64, seqlen_q, seqlen_k, S_LAYOUT, CAUSAL)
         dk = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
         dv = gl.zeros([64, BLOCK_D], gl.float32, D_LAYOUT)
-        mbarrier.wait(kv_full.index(0), turn & 1)
-        mbarrier.wait(kv_full.index(1), turn & 1)
-        last_head = 0
-        last_row = -1
+        k_place = turn & 1
+        mbarrier.wait(k_full.index(k_place), (turn // 2) & 1)
+        mbarrier.wait(v_full.index(0), turn & 1)
         for member in range(group):
-            head = head_kv * group + member
+            sums = ((batch * kv_heads + head_kv) * group + member) * padded + lead
             for i in range(masked):
                 row = first + i * BLOCK_M
                 dk, dv = step(
-                    c, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
-                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
+                    c, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
+                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
                     CONSUMERS, STAGES, BLOCK_D, True, DQ_SPLIT, DP_EARLY, TURNS,
                 )
-                last_head = head
-                last_row = row + lead
+                last_place = k_place
+                last_at = sums + row
                 block += 1
             for i in range(masked, blocks):
                 row = first + i * BLOCK_M
                 dk, dv = step(
-                    c, dk, dv, needed, zero, zero_q, row, block, batch, last_head, last_row, scale_log2,
-                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, q_full, dout_full, free, ds_full, turns,
+                    c, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
+                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
                     CONSUMERS, STAGES, BLOCK_D, False, DQ_SPLIT, DP_EARLY, TURNS,
                 )
-                last_head = head
-                last_row = row + lead
+                last_place = k_place
+                last_at = sums + row
                 block += 1
-        before = block - 1
-        mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
-        dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)
+        mbarrier.arrive(v_free.index(0))
         # dq's place holds 64 keys of dk or dv as well, or several times as much, and is this
         # consumer's alone.
         place = reinterpret(
             dq_s.index(c), dk_desc.dtype, [DQ_ROWS * DQ_COLUMNS * 2 // (64 * BLOCK_D)] + dk_desc.block_type.shape, dk_desc.layout
         ).index(0)
         put_out(dv, dv_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(kv_free.index(0))
-        hand_in(c, dq, sums_desc, dq_s, batch, last_head, last_row, DQ_SPLIT)
         put_out(dk * scale, dk_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
         turn += 1
         more, start_n, batch, head_kv = hear(mail, mail_full, mail_empty, turn)
+    before = block - 1
+    mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)
+    dq = dq_products(c, ds_s, k_s, before, last_place, zero_q, CONSUMERS, DQ_SPLIT)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    hand_in(c, dq, sums_desc, dq_s, last_at, DQ_SPLIT)
     tma.store_wait(0)
 
 
 @gluon.jit
 def consume_0(
     sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-    kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+    k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -533,7 +539,7 @@ def consume_0(
 ):
     consume(
         0, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-        kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+        k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
         CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         DQ_SPLIT, DP_EARLY, TURNS,
@@ -543,7 +549,7 @@ def consume_0(
 @gluon.jit
 def consume_1(
     sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-    kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+    k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -551,7 +557,7 @@ def consume_1(
 ):
     consume(
         1, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-        kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+        k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
         CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         DQ_SPLIT, DP_EARLY, TURNS,
@@ -568,19 +574,21 @@ def flash_bwd_ws(
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q, dout [batch, kv_heads * group, seqlen_q, dim], k, v, dk, dv [batch, kv_heads, seqlen_k, dim],
-    # sums fp32 [batch, kv_heads * group, lead + seqlen_q, dim], through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of
-    # all heads in a row, `padded` of each, the first row's after `lead`. batch_heads = batch * kv_heads.
+    # through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of
+    # all heads in a row, `padded` of each, the first row's after `lead`; sums fp32 [., dim] likewise. batch_heads = batch * kv_heads.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [2 * CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [CONSUMERS] + v_desc.block_type.shape, v_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q_desc.dtype)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, BLOCK_M], DS_LAYOUT)
     dq_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + sums_desc.block_type.shape, sums_desc.layout)
-    kv_full = barriers(2, 1)
-    kv_free = barriers(1, CONSUMERS)
+    k_full = barriers(2, 1)
+    k_free = barriers(2, CONSUMERS)
+    v_full = barriers(1, 1)
+    v_free = barriers(1, CONSUMERS)
     q_full = barriers(STAGES, 1)
     dout_full = barriers(STAGES, 1)
     free = barriers(STAGES, CONSUMERS)
@@ -593,20 +601,20 @@ def flash_bwd_ws(
     gl.warp_specialize([
         (consume_0, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-            kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+            k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (consume_1, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
-            kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
+            k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (load, (
-            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, kv_free, q_full, dout_full, free, mail, mail_full, mail_empty,
+            q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
             counter, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
             CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
         )),
@@ -673,7 +681,7 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     padded = (seqlen_q + 134) // 4 * 4
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, minus_delta = (torch.empty(batch, heads, padded, device=q.device) for _ in range(2))
-    sums = torch.empty(batch, heads, lead + seqlen_q, dim, device=q.device)
+    sums = torch.empty(batch * heads * padded, dim, device=q.device)
     scale = dim**-0.5 if scale is None else scale
     some = lse if dlse is None else dlse  # not read without a dlse
 
@@ -693,12 +701,12 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
         flash_bwd_ws, min(tiles, sms),
         describe(q, 1, 1, rows, wide), describe(k, 1, 1, 64, wide), describe(v, 1, 1, 64, wide),
         describe(dout, 1, 1, rows, wide), describe(lse2, rows, **flat), describe(minus_delta, rows, **flat),
-        describe(sums, 1, 1, *part), describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide),
+        describe(sums, *part), describe(dk, 1, 1, 64, wide), describe(dv, 1, 1, 64, wide),
         counter, scale, scale * 1.4426950408889634, kv_heads, group, batch * kv_heads, min(fit, batch * kv_heads),
         seqlen_q, seqlen_k, padded, lead, tiles,
     )
     blocks = triton.cdiv(seqlen_q, CONSTEXPRS["flash_bwd_ws_convert"]["BLOCK_M"])
-    launch(flash_bwd_ws_convert, batch * heads * blocks, sums, dq, *dq.stride()[:3], scale, heads, seqlen_q, lead)
+    launch(flash_bwd_ws_convert, batch * heads * blocks, sums, dq, *dq.stride()[:3], scale, heads, seqlen_q, padded, lead)
     return dq, dk, dv
 
 

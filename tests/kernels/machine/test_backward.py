@@ -85,7 +85,9 @@ def why_wrong(
         machine = Machine(seed=seed, patience_s=patience_s)
         run_function(KERNELS[name], function, problem, config, tensors, target, machine, change)
     if "sums" in tensors:
-        tensors["dq"].copy_(tensors["sums"][:, :, lead_rows(p) :] * p.head_dim**-0.5)
+        tensors["dq"].copy_(
+            tensors["sums"][:, :, lead_rows(p) :][:, :, : p.seqlen_q] * p.head_dim**-0.5
+        )
     stray = sum(stray_writes(tensors[grad]) for grad in ("dq", "dk", "dv"))
     if stray:
         return f"{stray} stray writes"
@@ -135,9 +137,9 @@ CONFIG = Config(
 DEFECTS = {
     "dS of the other consumer is not waited for": (
         "    mbarrier.wait(ds_full.index(before & 1), (before >> 1) & 1)\n"
-        "    dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)\n"
+        "    dq = dq_products(c, ds_s, k_s, before, last_place, zero_q, CONSUMERS, DQ_SPLIT)\n"
         "    mbarrier.wait(q_full",
-        "    dq = dq_products(c, ds_s, k_s, before & 1, zero_q, CONSUMERS, DQ_SPLIT)\n"
+        "    dq = dq_products(c, ds_s, k_s, before, last_place, zero_q, CONSUMERS, DQ_SPLIT)\n"
         "    mbarrier.wait(q_full",
     ),
     "dS has one buffer": (
@@ -151,13 +153,26 @@ DEFECTS = {
     "rows are loaded before their place is free": (
         "            mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)\n", "",
     ),
-    "k and v are overwritten by the next tile's": (
-        "                mbarrier.wait(kv_free.index(0), (turn & 1) ^ 1)\n", "",
+    "k is overwritten by the next tile's but one": (
+        "    mbarrier.wait(k_free.index(place), ((turn // (k_s.shape[0] // PARTS)) & 1) ^ 1)\n", "",
+    ),
+    "k has one place": ("        k_place = turn & 1\n", "        k_place = 0\n"),
+    "v is overwritten by the next tile's": (
+        "                mbarrier.wait(v_free.index(0), (turn & 1) ^ 1)\n", "",
+    ),
+    "v is given back before the tile's last block": (
+        "        mbarrier.wait(v_full.index(0), turn & 1)\n",
+        "        mbarrier.wait(v_full.index(0), turn & 1)\n"
+        "        mbarrier.arrive(v_free.index(0))\n",
+    ),
+    "dq of another tile's block is made with this tile's k": (
+        "k_s, before, last_place, zero_q, CONSUMERS, DQ_SPLIT)\n    mbarrier.wait(q_full",
+        "k_s, before, k_place, zero_q, CONSUMERS, DQ_SPLIT)\n    mbarrier.wait(q_full",
     ),
     "the next tile's k is not waited for": (
-        "        mbarrier.wait(kv_full.index(0), turn & 1)\n", "",
+        "        mbarrier.wait(k_full.index(k_place), (turn // 2) & 1)\n", "",
     ),
-    "a tile's first block hands in dq of another tile": ("if last_row >= 0:", "if block > 0:"),
+    "what is no dq is handed in": ("if last_at >= 0:", "if block >= 0:"),
     "dk lies where dq is still being read": (
         "        put_out(dk * scale, dk_desc, place, batch, head_kv, start_n + c * 64, 0, 1)\n",
         "        matrix(place).store((dk * scale).to(dk_desc.dtype))\n"
@@ -253,7 +268,9 @@ def test_the_machine_notices(defect):
         return text.replace(old, new)
 
     def noticed(seed: int) -> bool:
-        problem = dataclasses.replace(PROBLEM, causal=seed % 2 == 0)
+        # Two tiles of many blocks of rows, or four of one.
+        lengths = {"seqlen_q": 40, "seqlen_k": 500} if seed % 4 > 1 else {}
+        problem = dataclasses.replace(PROBLEM, causal=seed % 2 == 0, **lengths)
         try:
             return why_wrong("flash_bwd_ws", problem, CONFIG, seed, change, 1.0, ONE_SM) is not None
         except (AssertionError, RuntimeError):
