@@ -136,6 +136,7 @@ HOPPER_CASES: Cases = (
 BACKWARD_CASES: Cases = (
     (_problem("bfloat16", 128, 128, causal=False, op="bwd"), {}),
     (_problem("float16", 72, 40, causal=True, op="bwd"), {"DKDV_BLOCK_M": 32, "GROUP_HEADS": 8}),
+    (_problem("bfloat16", 64, 64, causal=True, op="bwd"), {"DKDV_BLOCK_M": 32, "LOAD": "tma"}),
 )
 
 

@@ -15,7 +15,9 @@ from autoflash.kernels.flash_bwd_space import (
     SPACE,
     scratch_bytes,
     shared_bytes,
+    walked,
 )
+from autoflash.kernels.flash_fwd import tile_descriptor
 from autoflash.kernels.flash_fwd_space import block_d, block_dv
 from autoflash.kernels.kernel import (
     LOG2_E,
@@ -42,13 +44,15 @@ _DELTA_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class FlashBwdVariant(Variant):
-    """There is one body of source so far."""
+    """``tma``: what is walked comes through tensor descriptors instead of pointers."""
+
+    tma: bool
 
     def template_context(self) -> dict[str, Any]:
-        return {}
+        return {"tma": self.tma}
 
     def slug(self, problem: Problem) -> str:
-        return "_".join(slug_parts(problem))
+        return "_".join([*slug_parts(problem), *(["tma"] if self.tma else [])])
 
 
 class FlashBwd(Kernel):
@@ -78,16 +82,17 @@ class FlashBwd(Kernel):
         return None
 
     def variant(self, problem: Problem, config: Config) -> FlashBwdVariant:
-        del problem, config
-        return FlashBwdVariant()
+        del problem
+        return FlashBwdVariant(tma=config["LOAD"] == "tma")
 
     def example(self, problem: Problem) -> Problem:
         fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
         return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
 
     def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
-        shape = (problem.batch, problem.heads, problem.seqlen_q)
-        return (Scratch(name="delta", shape=shape, dtype="float32"),)
+        # lse in base 2 and delta of each row, in four numbers (templates/flash_bwd.py.jinja).
+        shape = (problem.batch, problem.heads, problem.seqlen_q, 4)
+        return (Scratch(name="statistics", shape=shape, dtype="float32"),)
 
     def functions(self, problem: Problem, config: Config) -> tuple[Function, ...]:
         pointer = f"*{TRITON_DTYPES[problem.dtype]}"
@@ -98,19 +103,20 @@ class FlashBwd(Kernel):
         )
 
     def adapt(self, config: Config, access: Access) -> Config:
-        # Addresses are all that it loads by.
-        del access
+        if config["LOAD"] == "tma" and not access.tma:
+            return Config(**{**config, "LOAD": "pointer"})
         return config
 
     def pipeline(self, problem: Problem, config: Config) -> list[str]:
         del problem
         c = config
+        load = "tensor copies" if c["LOAD"] == "tma" else "asynchronous loads by pointer"
         return [
-            f"delta: {_DELTA_ROWS} query rows a program",
+            f"delta, lse: {_DELTA_ROWS} query rows a program",
             f"dk, dv: {c['DKDV_WARPS']} warps for {c['DKDV_BLOCK_N']} keys, "
-            f"{c['DKDV_BLOCK_M']} query rows a step, {c['DKDV_STAGES']} stages",
+            f"{c['DKDV_BLOCK_M']} query rows a step, {c['DKDV_STAGES']} stages of {load}",
             f"dq: {c['DQ_WARPS']} warps for {c['DQ_BLOCK_M']} query rows, "
-            f"{c['DQ_BLOCK_N']} keys a step, {c['DQ_STAGES']} stages",
+            f"{c['DQ_BLOCK_N']} keys a step, {c['DQ_STAGES']} stages of {load}",
         ]
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
@@ -147,7 +153,7 @@ def _strides(*tensors: str) -> dict[str, str]:
 
 def _delta(problem: Problem, pointer: str) -> Function:
     def bind(call: Call) -> list[Argument]:
-        tensors = [Pointer(tensor=name) for name in ("out", "dout", "dlse", "delta")]
+        tensors = [Pointer(tensor=name) for name in ("out", "dout", "dlse", "lse", "statistics")]
         strides = [*call.strides["out"], *call.strides["dout"]]
         sizes = [call.problem.heads, call.problem.seqlen_q, int("dlse" in call.given)]
         return [*tensors, *strides, *sizes]
@@ -159,7 +165,8 @@ def _delta(problem: Problem, pointer: str) -> Function:
     return Function(
         name="flash_bwd_delta",
         signature={
-            "out_ptr": pointer, "dout_ptr": pointer, "dlse_ptr": "*fp32", "delta_ptr": "*fp32",
+            "out_ptr": pointer, "dout_ptr": pointer,
+            **{f"{t}_ptr": "*fp32" for t in ("dlse", "lse", "statistics")},
             **_strides("o", "do"), "heads": "i32", "seqlen_q": "i32", "has_dlse": "i32",
         },
         constexprs={
@@ -181,11 +188,13 @@ def _dkdv(problem: Problem, config: Config, pointer: str) -> Function:
         return problem.batch * problem.kv_heads * blocks
 
     def bind(call: Call) -> list[Argument]:
-        return _arguments(call, ("dk", "dv"), call.problem.kv_heads)
+        return [*_descriptors(call, blocks), *_arguments(call, ("dk", "dv"), call.problem.kv_heads)]
+
+    blocks = _walked_blocks(problem, config, "DKDV", ("q", "dout"))
 
     return Function(
         name="flash_bwd_dkdv",
-        signature=_signature(pointer, ("dk", "dv"), "kv_heads"),
+        signature=_signature(pointer, blocks, ("dk", "dv"), "kv_heads"),
         constexprs=_constexprs(problem, config, "DKDV"),
         options=_options(config, "DKDV"),
         bind=bind,
@@ -201,11 +210,13 @@ def _dq(problem: Problem, config: Config, pointer: str) -> Function:
         return problem.batch * problem.heads * blocks
 
     def bind(call: Call) -> list[Argument]:
-        return _arguments(call, ("dq",), call.problem.heads)
+        return [*_descriptors(call, blocks), *_arguments(call, ("dq",), call.problem.heads)]
+
+    blocks = _walked_blocks(problem, config, "DQ", ("k", "v"))
 
     return Function(
         name="flash_bwd_dq",
-        signature=_signature(pointer, ("dq",), "heads"),
+        signature=_signature(pointer, blocks, ("dq",), "heads"),
         constexprs=_constexprs(problem, config, "DQ"),
         options=_options(config, "DQ"),
         bind=bind,
@@ -217,9 +228,30 @@ def _dq(problem: Problem, config: Config, pointer: str) -> Function:
 _INPUTS = ("q", "k", "v", "dout")
 
 
-def _signature(pointer: str, outputs: tuple[str, ...], heads: str) -> dict[str, str]:
+_Blocks = dict[str, tuple[int, int, int, int]]
+
+
+def _walked_blocks(
+    problem: Problem, config: Config, part: str, tensors: tuple[str, str]
+) -> _Blocks:
+    """What comes through descriptors, if anything does, with the block of one load."""
+    if config["LOAD"] != "tma":
+        return {}
+    one, other = tensors
+    step = walked(config, part)
+    return {one: (1, 1, step, block_d(problem)), other: (1, 1, step, block_dv(problem))}
+
+
+def _descriptors(call: Call, blocks: _Blocks) -> list[Argument]:
+    return [tile_descriptor(t, call.problem, call.strides[t], b) for t, b in blocks.items()]
+
+
+def _signature(
+    pointer: str, blocks: _Blocks, outputs: tuple[str, ...], heads: str
+) -> dict[str, str]:
     """Of flash_bwd_dkdv and flash_bwd_dq, which count in key/value and in query heads."""
-    kinds = {f"{t}_ptr": pointer for t in _INPUTS} | {"lse_ptr": "*fp32", "delta_ptr": "*fp32"}
+    kinds = {f"{t}_desc": f"tensordesc<{pointer[1:]}{list(b)}>" for t, b in blocks.items()}
+    kinds |= {f"{t}_ptr": pointer for t in _INPUTS} | {"statistics_ptr": "*fp32"}
     kinds |= {f"{t}_ptr": pointer for t in outputs}
     kinds |= _strides("q", "k", "v", "do", *outputs) | {"scale": "fp32", "scale_log2": "fp32"}
     sizes = (heads, "group", "batch_heads", "seqlen_q", "seqlen_k")
@@ -229,7 +261,7 @@ def _signature(pointer: str, outputs: tuple[str, ...], heads: str) -> dict[str, 
 def _arguments(call: Call, outputs: tuple[str, ...], heads: int) -> list[Argument]:
     p = call.problem
     arguments: list[Argument] = [
-        Pointer(tensor=name) for name in (*_INPUTS, "lse", "delta", *outputs)
+        Pointer(tensor=name) for name in (*_INPUTS, "statistics", *outputs)
     ]
     for name in (*_INPUTS, *outputs):
         arguments += call.strides[name]

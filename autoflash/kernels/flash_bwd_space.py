@@ -1,6 +1,12 @@
 """flash_bwd's search space: what may be tuned, and why a combination can't or shouldn't run."""
 
-from autoflash.kernels.flash_fwd_space import MAX_REGISTERS, OTHER_REGISTERS, block_d, block_dv
+from autoflash.kernels.flash_fwd_space import (
+    MAX_REGISTERS,
+    OTHER_REGISTERS,
+    block_d,
+    block_dv,
+    why_no_tma,
+)
 from autoflash.problem import DTYPE_BYTES, Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
@@ -134,10 +140,11 @@ SPACE = SearchSpace(
     params=(
         *(param for part in PARTS for param in _params(part)),
         Param(name="GROUP_HEADS", choices=(1, 8, 32), doc="heads that run side by side (L2)"),
-        Param(name="LOAD", choices=("pointer",), doc="how tiles are loaded"),
+        Param(name="LOAD", choices=("pointer", "tma"), doc="how what is walked is loaded"),
     ),
     constraints=(
         *(constraint for part in PARTS for constraint in _constraints(part)),
+        Constraint(name="load path", why_not=why_no_tma, reads=("LOAD",)),
         Constraint(name="tile order", why_not=_has_heads, reads=("GROUP_HEADS",)),
     ),
 )

@@ -126,7 +126,7 @@ class FlashFwd(OneFunction):
         arguments: list[Argument] = []
         if config["LOAD"] == "tma":
             blocks = _descriptor_blocks(problem, config)
-            arguments += [_descriptor(t, problem, strides[t], blocks[t]) for t in "qkv"]
+            arguments += [tile_descriptor(t, problem, strides[t], blocks[t]) for t in "qkv"]
             arguments += [Pointer(tensor="v")]
         else:
             arguments += [Pointer(tensor=t) for t in "qkv"]
@@ -237,9 +237,10 @@ def _descriptor_blocks(problem: Problem, config: Config) -> dict[str, tuple[int,
     }
 
 
-def _descriptor(
+def tile_descriptor(
     tensor: str, problem: Problem, strides: tuple[int, int, int], block: tuple[int, ...]
 ) -> Descriptor:
+    """A descriptor of one of the op's tensors, with the block of one load."""
     full = copy_strides(tensor, problem, strides)
     return Descriptor(
         tensor=tensor,

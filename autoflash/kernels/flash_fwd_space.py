@@ -96,7 +96,7 @@ def _matches_keys(config: Config, problem: Problem, target: Target) -> str | Non
     return None
 
 
-def _has_tma(config: Config, problem: Problem, target: Target) -> str | None:
+def why_no_tma(config: Config, problem: Problem, target: Target) -> str | None:
     if config["LOAD"] != "tma":
         return None
     if not target.has_tma:
@@ -150,7 +150,7 @@ SPACE = SearchSpace(
         Constraint(name="query rows", why_not=_matches_queries),
         Constraint(name="keys", why_not=_matches_keys),
         Constraint(name="rows per warp", why_not=_rows_per_warp),
-        Constraint(name="load path", why_not=_has_tma),
+        Constraint(name="load path", why_not=why_no_tma),
         Constraint(name="loop order", why_not=_has_diagonal),
         Constraint(name="tile order", why_not=_has_heads),
         Constraint(name="register cap", why_not=_register_cap_helps),

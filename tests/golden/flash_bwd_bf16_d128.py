@@ -7,7 +7,7 @@ With P = exp(scale * q k^T - lse), recomputed block by block, and delta = rowsum
 
     dv = P^T dout,  dS = P * (dout v^T - delta),  dq = scale * dS k,  dk = scale * dS^T q
 
-Three functions run in turn. flash_bwd_delta gives delta. In flash_bwd_dkdv a program owns BLOCK_N
+Three functions run in turn. flash_bwd_delta gives delta and lse in base 2. In flash_bwd_dkdv a program owns BLOCK_N
 keys of a key/value head and walks the rows that see them, for each query head of its group; in
 flash_bwd_dq a program owns BLOCK_M rows of a query head and walks the keys that they see. Nobody
 shares a sum: there are no atomics, and the result is the same bit for bit in every run.
@@ -88,30 +88,37 @@ def load_rows_from(
 
 
 @triton.jit
-def load_statistics(lse_rows, delta_rows, start, first, seqlen_q, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    # lse in base 2 and delta of the rows start .. start + BLOCK. A row that is not there, that lies
-    # before `first` or that saw no key (lse = -inf) gets lse = +inf: its P is zero.
-    rows = start + tl.arange(0, BLOCK)
+def load_statistics(rows_of_four, start, first, seqlen_q, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    # lse in base 2 and delta of the rows start .. start + BLOCK. A row that is not there, or that lies
+    # before `first`, gets lse = +inf: its P is zero. Four numbers a row, of which two are used: of a
+    # tile of at least one number a thread Triton loads each once; of a smaller one every thread
+    # copies all that it needs, 4 bytes at a time, 32 copies a step.
+    at = tl.arange(0, BLOCK)
+    pointers = rows_of_four + start.to(tl.int64) * 4 + at[:, None] * 4 + tl.arange(0, 4)[None, :]
     if MASKED:
-        there = (rows >= first) & (rows < seqlen_q)
-        lse = tl.load(lse_rows + rows, mask=there, other=float("inf"))
-        delta = tl.load(delta_rows + rows, mask=there, other=0.0)
+        there = (start + at >= first) & (start + at < seqlen_q)
+        tile = tl.load(pointers, mask=there[:, None], other=0.0)
     else:
-        lse = tl.load(lse_rows + rows)
-        delta = tl.load(delta_rows + rows)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * 1.4426950408889634, delta
+        tile = tl.load(pointers)
+    even, odd = tl.split(tl.reshape(tile, [BLOCK, 2, 2]))
+    lse, _ = tl.split(even)
+    delta, _ = tl.split(odd)
+    if MASKED:
+        lse = tl.where(there, lse, float("inf"))
+    return lse, delta
 
 
 @triton.jit
 def flash_bwd_delta(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr,
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, statistics_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     heads, seqlen_q, has_dlse,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; dlse and delta fp32 [batch, heads, seqlen_q],
-    # contiguous. Strides are in elements, 64-bit.
+    # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; dlse and lse (natural log) fp32
+    # [batch, heads, seqlen_q]; statistics fp32 [batch, heads, seqlen_q, 4]: lse in base 2 (+inf of a row
+    # that saw no key: its P is zero), delta, and two that are not set; those in fp32 contiguous.
+    # Strides are in elements, 64-bit.
     n_rows = tl.cdiv(seqlen_q, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M
     head_index = tl.program_id(0) // n_rows
@@ -126,12 +133,15 @@ def flash_bwd_delta(
     at = head_index.to(tl.int64) * seqlen_q + rows
     # Without has_dlse the pointer may be null.
     dlse = tl.load(dlse_ptr + at, mask=(rows < seqlen_q) & (has_dlse != 0), other=0.0)
-    tl.store(delta_ptr + at, delta - dlse, mask=rows < seqlen_q)
+    lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    tl.store(statistics_ptr + at * 4, lse, mask=rows < seqlen_q)
+    tl.store(statistics_ptr + at * 4 + 1, delta - dlse, mask=rows < seqlen_q)
 
 
 @triton.jit
 def gather_keys(
-    dk, dv, k, v, q_rows, stride_qm, dout_rows, stride_dom, lse_rows, delta_rows,
+    dk, dv, k, v, q_rows, stride_qm, dout_rows, stride_dom, statistics_rows,
     lo, hi, jump_at, jump, first, cols, diagonal, seqlen_q, scale_log2,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, DOT_PRECISION: tl.constexpr,
@@ -143,7 +153,7 @@ def gather_keys(
         if MASKED:
             start = step + tl.where(step >= jump_at, jump, 0)
         q = load_rows_from(q_rows, start, first, seqlen_q, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED)
-        lse, delta = load_statistics(lse_rows, delta_rows, start, first, seqlen_q, BLOCK_M, MASKED)
+        lse, delta = load_statistics(statistics_rows, start, first, seqlen_q, BLOCK_M, MASKED)
         s = tl.dot(k, tl.trans(q), input_precision=DOT_PRECISION)  # [BLOCK_N, BLOCK_M]
         p = tl.math.exp2(s * scale_log2 - lse[None, :])
         if MASKED and CAUSAL:
@@ -162,7 +172,7 @@ def gather_keys(
 
 @triton.jit
 def flash_bwd_dkdv(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     scale, scale_log2, kv_heads, group, batch_heads, seqlen_q, seqlen_k,
@@ -171,8 +181,8 @@ def flash_bwd_dkdv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_HEADS: tl.constexpr,
 ):
     # q [batch, kv_heads * group, seqlen_q, HEAD_DIM], dout like q with HEAD_DIM_V, k and dk [batch,
-    # kv_heads, seqlen_k, HEAD_DIM], v and dv [batch, kv_heads, seqlen_k, HEAD_DIM_V]; lse (natural
-    # log) and delta fp32 [batch, heads, seqlen_q], contiguous. batch_heads = batch * kv_heads.
+    # kv_heads, seqlen_k, HEAD_DIM], v and dv [batch, kv_heads, seqlen_k, HEAD_DIM_V]; statistics
+    # as in flash_bwd_delta. batch_heads = batch * kv_heads.
     # With a causal mask the first keys are seen by the most rows, and come first anyhow.
     n_cols = tl.cdiv(seqlen_k, BLOCK_N)
     col_block, head_index = tile_coords(tl.program_id(0), n_cols, batch_heads, GROUP_HEADS, False)
@@ -206,14 +216,14 @@ def flash_bwd_dkdv(
         head = head_kv * group + member
         q_rows = q_ptr + batch64 * stride_qb + head * stride_qh
         dout_rows = dout_ptr + batch64 * stride_dob + head * stride_doh
-        statistics = (batch64 * kv_heads * group + head) * seqlen_q
+        statistics = statistics_ptr + (batch64 * kv_heads * group + head) * seqlen_q * 4
         dk, dv = gather_keys(
-            dk, dv, k, v, q_rows, stride_qm, dout_rows, stride_dom, lse_ptr + statistics, delta_ptr + statistics,
+            dk, dv, k, v, q_rows, stride_qm, dout_rows, stride_dom, statistics,
             lo, stop, mid, hi - mid, first, cols, diagonal, seqlen_q, scale_log2,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, CAUSAL, True, DOT_PRECISION,
         )
         dk, dv = gather_keys(
-            dk, dv, k, v, q_rows, stride_qm, dout_rows, stride_dom, lse_ptr + statistics, delta_ptr + statistics,
+            dk, dv, k, v, q_rows, stride_qm, dout_rows, stride_dom, statistics,
             mid, hi, 0, 0, first, cols, diagonal, seqlen_q, scale_log2,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, CAUSAL, False, DOT_PRECISION,
         )
@@ -251,7 +261,7 @@ def gather_rows(
 
 @triton.jit
 def flash_bwd_dq(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm,
     scale, scale_log2, heads, group, batch_heads, seqlen_q, seqlen_k,
@@ -271,10 +281,10 @@ def flash_bwd_dq(
     dout_rows = dout_ptr + batch64 * stride_dob + head * stride_doh
     k_rows = k_ptr + batch64 * stride_kb + head_kv * stride_kh
     v_rows = v_ptr + batch64 * stride_vb + head_kv * stride_vh
-    statistics = head_index.to(tl.int64) * seqlen_q
+    statistics = statistics_ptr + head_index.to(tl.int64) * seqlen_q * 4
     q = load_rows(q_rows, start_m, seqlen_q, stride_qm, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     dout = load_rows(dout_rows, start_m, seqlen_q, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-    lse, delta = load_statistics(lse_ptr + statistics, delta_ptr + statistics, start_m, 0, seqlen_q, BLOCK_M, True)
+    lse, delta = load_statistics(statistics, start_m, 0, seqlen_q, BLOCK_M, True)
 
     # Bottom-right causal: row i sees key j when j <= i + diagonal.
     diagonal = seqlen_k - seqlen_q
@@ -350,26 +360,28 @@ def run(q, k, v, out, lse, dout, dlse=None, scale=None):
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     dq, dk, dv = (torch.empty(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    statistics = torch.empty(batch, heads, 4 * seqlen_q, dtype=torch.float32, device=q.device)
     scale = head_dim**-0.5 if scale is None else scale
     scales = (scale, scale * 1.4426950408889634)
     strides = [x.stride()[:3] for x in (q, k, v, dout)]
-    inputs = [q, k, v, dout, lse, delta]
+    inputs = [q, k, v, dout, statistics]
 
     rows = triton.cdiv(seqlen_q, CONSTEXPRS["flash_bwd_delta"]["BLOCK_M"])
     some = lse if dlse is None else dlse  # not read without a dlse
     launch(
-        flash_bwd_delta, batch * heads * rows, out, dout, some, delta, *out.stride()[:3], *dout.stride()[:3],
+        flash_bwd_delta, batch * heads * rows, out, dout, some, lse, statistics, *out.stride()[:3], *dout.stride()[:3],
         heads, seqlen_q, int(dlse is not None),
     )
     keys = triton.cdiv(seqlen_k, CONSTEXPRS["flash_bwd_dkdv"]["BLOCK_N"])
     launch(
-        flash_bwd_dkdv, batch * kv_heads * keys, *inputs, dk, dv, *sum(strides, ()), *dk.stride()[:3],
+        flash_bwd_dkdv, batch * kv_heads * keys,
+        *inputs, dk, dv, *sum(strides, ()), *dk.stride()[:3],
         *dv.stride()[:3], *scales, kv_heads, heads // kv_heads, batch * kv_heads, seqlen_q, seqlen_k,
     )
     rows = triton.cdiv(seqlen_q, CONSTEXPRS["flash_bwd_dq"]["BLOCK_M"])
     launch(
-        flash_bwd_dq, batch * heads * rows, *inputs, dq, *sum(strides, ()), *dq.stride()[:3],
+        flash_bwd_dq, batch * heads * rows,
+        *inputs, dq, *sum(strides, ()), *dq.stride()[:3],
         *scales, heads, heads // kv_heads, batch * heads, seqlen_q, seqlen_k,
     )
     return dq, dk, dv

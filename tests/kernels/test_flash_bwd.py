@@ -12,7 +12,7 @@ from autoflash.codegen.render import render
 from autoflash.errors import UnsupportedError
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.flash_bwd_space import PARTS, accumulator_registers, shared_bytes
-from autoflash.kernels.kernel import TENSORS, Access, Call, Pointer, Scratch
+from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Pointer, Scratch
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
@@ -32,6 +32,7 @@ CONFIG = Config(
 )  # fmt: skip
 NAMES = ["flash_bwd_delta", "flash_bwd_dkdv", "flash_bwd_dq"]
 BY_NAME = pytest.mark.parametrize("name", NAMES)
+BOTH_LOADS = pytest.mark.parametrize("load", ["pointer", "tma"])
 
 
 def config_of(**changes) -> Config:
@@ -54,8 +55,8 @@ def functions(problem=PROBLEM, config=CONFIG):
 
 
 @functools.cache
-def device_functions() -> dict[str, ast.FunctionDef]:
-    tree = ast.parse(render(KERNEL, PROBLEM, CONFIG).text)
+def device_functions(load: str = "pointer") -> dict[str, ast.FunctionDef]:
+    tree = ast.parse(render(KERNEL, PROBLEM, config_of(LOAD=load)).text)
     return {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
 
 
@@ -66,14 +67,16 @@ def test_the_functions_are_launched_in_order():
     assert set(itertools.chain(*results)) < set(TENSORS["bwd"])
 
 
+@BOTH_LOADS
 @BY_NAME
-def test_arguments_are_those_of_the_template(name):
-    arguments = device_functions()[name].args.args
+def test_arguments_are_those_of_the_template(name, load):
+    arguments = device_functions(load)[name].args.args
     plain = [a.arg for a in arguments if a.annotation is None]
     constexprs = [a.arg for a in arguments if a.annotation is not None]
     assert [a.arg for a in arguments] == plain + constexprs
-    assert list(functions()[name].signature) == plain
-    assert list(functions()[name].constexprs) == constexprs
+    function = functions(config=config_of(LOAD=load))[name]
+    assert list(function.signature) == plain
+    assert list(function.constexprs) == constexprs
 
 
 def test_every_param_is_a_constexpr_or_an_option_of_its_part():
@@ -93,7 +96,10 @@ def test_every_param_is_a_constexpr_or_an_option_of_its_part():
 @pytest.mark.parametrize("param", SPACE.params, ids=lambda param: param.name)
 def test_each_choice_changes_what_is_run(param):
     def everything(config):
-        shown = [(f.name, f.constexprs, f.options) for f in KERNEL.functions(PROBLEM, config)]
+        shown = [
+            (f.name, f.signature, f.constexprs, f.options)
+            for f in KERNEL.functions(PROBLEM, config)
+        ]
         return str((shown, [f.grid(PROBLEM, H100) for f in KERNEL.functions(PROBLEM, config)]))
 
     found = {everything(config_of(**{param.name: choice})) for choice in param.choices}
@@ -107,20 +113,26 @@ STRIDES = {
 CALL = Call(problem=PROBLEM, scale=0.5, strides=STRIDES, given=frozenset(TENSORS["bwd"]))
 
 
-def bound(name, call=CALL):
-    function = functions()[name]
+def bound(name, call=CALL, load="pointer"):
+    function = functions(config=config_of(LOAD=load))[name]
     return dict(zip(function.signature, function.bind(call), strict=True))
 
 
+@BOTH_LOADS
 @BY_NAME
-def test_what_is_bound_fits_the_signature(name):
+def test_what_is_bound_fits_the_signature(name, load):
     short = {"do": "dout", "o": "out"}
-    kinds, values = functions()[name].signature, bound(name)
+    kinds = functions(config=config_of(LOAD=load))[name].signature
+    values = bound(name, load=load)
     for argument, value in values.items():
         if argument.endswith("_ptr"):
             assert value == Pointer(tensor=argument.removesuffix("_ptr"))
-            flat = argument in ("lse_ptr", "dlse_ptr", "delta_ptr")
+            flat = argument in ("lse_ptr", "dlse_ptr", "statistics_ptr")
             assert kinds[argument] == ("*fp32" if flat else "*bf16")
+        elif argument.endswith("_desc"):
+            assert value.tensor == argument.removesuffix("_desc")
+            assert kinds[argument] == f"tensordesc<bf16{list(value.block)}>"
+            assert value.strides == (*STRIDES[value.tensor], 1)
         elif argument.startswith("stride_"):
             tensor = argument.removeprefix("stride_")[:-1]
             axis = {"b": 0, "h": 1, "m": 2, "n": 2}[argument[-1]]
@@ -139,13 +151,27 @@ def test_what_is_bound_fits_the_signature(name):
         assert values[argument] == sizes[argument]
 
 
+def test_what_is_walked_comes_through_descriptors():
+    dkdv, dq = (bound(name, load="tma") for name in NAMES[1:])
+    blocks = {n: v.block for n, v in (dkdv | dq).items() if n.endswith("_desc")}
+    assert blocks == {
+        "q_desc": (1, 1, 32, 128), "dout_desc": (1, 1, 32, 64),
+        "k_desc": (1, 1, 32, 128), "v_desc": (1, 1, 32, 64),
+    }  # fmt: skip
+    assert dkdv["q_desc"].shape == (2, 16, 1000, 128)
+    assert dq["v_desc"].shape == (2, 4, 2000, 64)
+    tma = config_of(LOAD="tma")
+    assert KERNEL.adapt(tma, Access(aligned=True, tma=False)) == CONFIG
+    assert KERNEL.adapt(tma, ALIGNED) == tma
+
+
 def test_has_dlse_is_a_flag():
     call = dataclasses.replace(CALL, given=CALL.given - {"dlse"})
     assert bound("flash_bwd_delta", call)["has_dlse"] == 0
 
 
-def test_delta_is_scratch():
-    expected = Scratch(name="delta", shape=(2, 16, 1000), dtype="float32")
+def test_statistics_are_scratch():
+    expected = Scratch(name="statistics", shape=(2, 16, 1000, 4), dtype="float32")
     assert KERNEL.scratch(PROBLEM) == (expected,)
 
 
@@ -161,6 +187,8 @@ REJECTED = [
     ("DQ registers", H100, {}, {"DQ_BLOCK_M": 128, "DQ_BLOCK_N": 64}, ["287", "255"]),
     ("DKDV shared memory", L40S, {}, {"DKDV_BLOCK_M": 128, "DKDV_STAGES": 3}, ["147456", "101376"]),
     ("DQ shared memory", L40S, {}, {"DQ_BLOCK_N": 128, "DQ_STAGES": 3}, ["147456", "101376"]),
+    ("load path", A100, {}, {"LOAD": "tma"}, ["sm_80", "tensor copy"]),
+    ("load path", H100, {"head_dim_v": 60}, {"LOAD": "tma"}, ["16 bytes"]),
     ("tile order", H100, {"batch": 1, "heads": 4}, {}, ["GROUP_HEADS=8", "4 heads"]),
 ]
 
@@ -258,8 +286,8 @@ def test_the_example_has_the_same_code():
 
 def test_the_pipeline_is_told_for_each_part():
     lines = KERNEL.pipeline(PROBLEM, CONFIG)
-    assert [line.split(":")[0] for line in lines] == ["delta", "dk, dv", "dq"]
-    assert "8 warps for 64 keys, 32 query rows a step, 2 stages" in lines[1]
+    assert [line.split(":")[0] for line in lines] == ["delta, lse", "dk, dv", "dq"]
+    assert "8 warps for 64 keys, 32 query rows a step, 2 stages of" in lines[1]
 
 
 def test_sizes_by_hand():

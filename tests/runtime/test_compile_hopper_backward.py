@@ -86,7 +86,7 @@ def test_dq_is_added_up_by_the_copy_engine():
     kernel = KERNELS["flash_bwd_ws"]
     config = kernel.default(PROBLEM, H100)
     _, main, _ = compile_config(kernel, PROBLEM, config, ALIGNED, H100)
-    assert re.search(r"cp\.reduce\.async\.bulk\.tensor\.4d\S*\.add", main.asm["ptx"])
+    assert re.search(r"cp\.reduce\.async\.bulk\.tensor\.2d\S*\.add", main.asm["ptx"])
     assert not re.search(r"\b(atom|red)\.", main.asm["ptx"])
     split = KERNELS["flash_bwd_split"]
     for binary in compile_config(split, PROBLEM, split.default(PROBLEM, H100), ALIGNED, H100):

@@ -13,7 +13,7 @@ from autoflash.runtime import dispatch, dispatch_bwd
 from autoflash.runtime.dispatch_bwd import attention_bwd
 from autoflash.target import named_target
 
-NAMES = (*TENSORS["bwd"], "delta")
+NAMES = (*TENSORS["bwd"], "statistics")
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_addresses_go_by_name(gpu):
     assert stream == 7
     expected = {**inputs, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     assert addresses == {n: x.data_ptr() for n, x in expected.items()} | {
-        "delta": addresses["delta"]
+        "statistics": addresses["statistics"]
     }
-    assert addresses["delta"]
+    assert addresses["statistics"]
     ((problem, access),) = gpu.asked
     assert (problem.op, problem.seqlen_q, problem.seqlen_k, problem.causal) == ("bwd", 10, 12, True)
     assert access.aligned

@@ -216,7 +216,7 @@ class Chain:
         self.launches = []
         self.launcher = object.__new__(Launcher)
         self.launcher.kernel, self.launcher.target = self.kernel, H100
-        self.launcher.tensors = (*TENSORS["bwd"], "delta")
+        self.launcher.tensors = (*TENSORS["bwd"], "statistics")
         self.launcher.loaded = tuple(
             Loaded(function=f, launch=self.launch_of(f.name), encode=None)
             for f in self.kernel.functions(self.problem, self.config)
@@ -253,14 +253,14 @@ def test_a_chain_is_launched_in_order_on_one_stream():
 
 
 def test_functions_of_a_chain_meet_in_the_scratch_buffer():
-    address = dict(zip((*TENSORS["bwd"], "delta"), range(0x100, 0xC00, 0x100), strict=True))
+    address = dict(zip((*TENSORS["bwd"], "statistics"), range(0x100, 0xC00, 0x100), strict=True))
     functions = Chain.kernel.functions(Chain.problem, Chain.config)
     for launch, function in zip(Chain().run("dq", "dk", "dv", dlse=True), functions, strict=True):
         arguments = dict(zip(function.signature, launch[3], strict=False))
         for name, value in arguments.items():
             if name.endswith("_ptr"):
                 assert value == address[name.removesuffix("_ptr")]
-        assert arguments["delta_ptr"] == 0xB00
+        assert arguments["statistics_ptr"] == 0xB00
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from tests.kernels.interpreter.interpreter_worker import (
 )
 
 KERNEL = KERNELS["flash_bwd"]
-TILES = ("DKDV_BLOCK_M", "DKDV_BLOCK_N", "DQ_BLOCK_M", "DQ_BLOCK_N", "GROUP_HEADS")
-OTHERS = {"DKDV_WARPS": 4, "DKDV_STAGES": 1, "DQ_WARPS": 4, "DQ_STAGES": 1, "LOAD": "pointer"}
+TILES = ("DKDV_BLOCK_M", "DKDV_BLOCK_N", "DQ_BLOCK_M", "DQ_BLOCK_N", "GROUP_HEADS", "LOAD")
+OTHERS = {"DKDV_WARPS": 4, "DKDV_STAGES": 1, "DQ_WARPS": 4, "DQ_STAGES": 1}
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.interpreter.test_numerics import (
+    BYTES,
     DIMS,
     HEADS,
     LENGTHS,
@@ -24,8 +25,8 @@ WORKER = Path(__file__).with_name("backward_worker.py")
 SAMPLE = 40
 DATA = ("normal", "outliers", "large", "negative", "expanded dout")
 AXES = (
-    "dtype", "causal", "dlse", "seqlen_q", "seqlen_k", "data", "GROUP_HEADS", "DKDV_BLOCK_M",
-    "DKDV_BLOCK_N", "DQ_BLOCK_M", "DQ_BLOCK_N",
+    "dtype", "causal", "dlse", "seqlen_q", "seqlen_k", "data", "GROUP_HEADS", "LOAD",
+    "DKDV_BLOCK_M", "DKDV_BLOCK_N", "DQ_BLOCK_M", "DQ_BLOCK_N",
 )  # fmt: skip
 
 
@@ -52,21 +53,24 @@ def grid() -> list[dict]:
 
 def case_of(lot, causal, lengths, dims, data) -> dict:
     batch, heads, kv_heads = lot.choice(HEADS)
+    dtype = lot.choice(("float16", "float32"))
+    aligned = all(dim * BYTES[dtype] % 16 == 0 for dim in dims)
     return {
-        "dtype": lot.choice(("float16", "float32")), "causal": causal,
+        "dtype": dtype, "causal": causal,
         "batch": batch, "heads": heads, "kv_heads": kv_heads,
         "seqlen_q": lengths[0], "seqlen_k": lengths[1],
         "head_dim": dims[0], "head_dim_v": dims[1], "data": data, "dlse": lot.random() < 0.5,
         "DKDV_BLOCK_M": lot.choice((16, 32)), "DKDV_BLOCK_N": lot.choice((32, 64)),
         "DQ_BLOCK_M": lot.choice((16, 32)), "DQ_BLOCK_N": lot.choice((32, 64)),
-        "GROUP_HEADS": lot.choice((1, 8)), "seed": lot.randrange(100),
+        "GROUP_HEADS": lot.choice((1, 8)), "LOAD": lot.choice(("pointer", "tma")[: 1 + aligned]),
+        "seed": lot.randrange(100),
     }  # fmt: skip
 
 
 def name_of(case: dict) -> str:
     return (
         "{dtype}-causal{causal:d}-dlse{dlse:d}-b{batch}h{heads}k{kv_heads}-s{seqlen_q}x{seqlen_k}"
-        "-d{head_dim}v{head_dim_v}-{data}-group{GROUP_HEADS}"
+        "-d{head_dim}v{head_dim_v}-{data}-{LOAD}-group{GROUP_HEADS}"
         "-m{DKDV_BLOCK_M}n{DKDV_BLOCK_N}-m{DQ_BLOCK_M}n{DQ_BLOCK_N}"
     ).format(**case)
 
