@@ -161,7 +161,7 @@ def _try(rows: int, stages: int, keys: int, slots: int) -> dict[str, Any]:
 _TRIES = {
     64: (_try(128, 2, 128, 4), _try(64, 2, 64, 4), _try(64, 1, 32, 2)),
     128: (_try(64, 2, 64, 4), _try(64, 1, 32, 2)),
-    256: (_try(64, 2, 32, 6), _try(64, 1, 32, 2)),
+    256: (_try(64, 2, 32, 4), _try(64, 1, 32, 2)),
 }
 
 

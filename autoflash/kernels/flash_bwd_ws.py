@@ -137,7 +137,7 @@ class FlashBwdWs(Kernel):
             values = {**tried, "SCHEDULE": schedule}
             for size in GROUP_SIZES:
                 config = Config(**values, GROUP_MB=size)
-                wanted = Config(**values, GROUP_MB=24)
+                wanted = Config(**values, GROUP_MB=16)
                 same = group_heads(config, problem) == group_heads(wanted, problem)
                 if same and SPACE.why_not(config, problem, target, advice=False) is None:
                     found[config] = None
@@ -156,15 +156,20 @@ class FlashBwdWs(Kernel):
         return model.estimate_ms(problem, config, target)
 
 
-def _columns(**changes: Any) -> dict[str, Any]:
-    base = {"BLOCK_M": 64, "STAGES": 2, "DQ_SPLIT": "columns", "DP_EARLY": False, "TURNS": False}
+def _tried(**changes: Any) -> dict[str, Any]:
+    base = {"BLOCK_M": 64, "STAGES": 2, "DQ_SPLIT": "columns", "DP_EARLY": False, "TURNS": True}
     return {**base, **changes}
 
 
 # What defaults() tries, by padded head dim, each with fewer registers or less shared memory.
 _TRIES = {
-    64: (_columns(BLOCK_M=128, DQ_SPLIT="rows"), _columns(), _columns(STAGES=1)),
-    128: (_columns(), _columns(DP_EARLY=True), _columns(STAGES=1)),
+    64: (
+        _tried(BLOCK_M=128, DQ_SPLIT="rows", DP_EARLY=True),
+        _tried(BLOCK_M=128, DQ_SPLIT="rows", TURNS=False),
+        _tried(),
+        _tried(STAGES=1),
+    ),
+    128: (_tried(), _tried(TURNS=False), _tried(STAGES=1)),
 }
 
 
