@@ -1,7 +1,7 @@
 """What each Param of a kernel is worth: its default with one choice changed, beside the peers.
 
 usage: compare_configs.py [--kernel flash_fwd_ws] [--head-dims 64,128,256] [--seqlens 4k]
-                          [--causal both|yes|no] [--rounds 6] [--out FILE]
+                          [--causal both|yes|no] [--peers fa3,sdpa_cudnn] [--rounds 6] [--out FILE]
 
 On the benchmark's shapes (16384 tokens, heads x head_dim = 2048). All of a problem are checked by
 the accuracy rule and timed in turns in one process; a change that can't run is left out.
@@ -31,7 +31,7 @@ from autoflash.tuning.bench import implementation
 from autoflash.tuning.check import make_inputs
 from autoflash.tuning.worker import Bench
 
-_PEERS = {"fwd": ("fa3", "sdpa_cudnn"), "bwd": ("sdpa_cudnn",)}
+_PEERS = {"fwd": "fa3,sdpa_cudnn", "bwd": "sdpa_cudnn"}
 
 
 def main() -> None:
@@ -40,11 +40,13 @@ def main() -> None:
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--seqlens", default="4k")
     parser.add_argument("--causal", default="both", choices=("both", "yes", "no"))
+    parser.add_argument("--peers", help="by default those that the op's kernels want to beat")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="where the checkout has no git history")
     arguments = parser.parse_args()
     target, op = current_target(), KERNELS[arguments.kernel].op
+    peers = (arguments.peers or _PEERS[op]).split(",")
     plan = []
     for head_dim in map(int, arguments.head_dims.split(",")):
         for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[arguments.causal]:
@@ -54,7 +56,7 @@ def main() -> None:
                 plan.append((problem, changed(arguments.kernel, problem, target)))
     compile_all(arguments.kernel, plan, target)
     rows = [row for problem, configs in plan for row in compare(
-        arguments.kernel, problem, configs, target, arguments.rounds)]  # fmt: skip
+        arguments.kernel, problem, configs, target, peers, arguments.rounds)]  # fmt: skip
     write_results(rows, f"{arguments.kernel}_params.json", arguments)
 
 
@@ -89,14 +91,15 @@ def _compile(job: tuple[str, Problem, Config, Target]) -> None:
 
 
 def compare(
-    kernel: str, problem: Problem, configs: list[tuple[str, Config]], target: Target, rounds: int
-) -> list[dict[str, Any]]:
+    kernel: str, problem: Problem, configs: list[tuple[str, Config]], target: Target,
+    peers: list[str], rounds: int,
+) -> list[dict[str, Any]]:  # fmt: skip
     """One row for each config and peer that runs: ms, TFLOP/s, and what is wrong, if something."""
     prepared = Bench().prepare(problem)
     inputs = make_inputs(problem, "cuda")
     rows: list[dict[str, Any]] = []
     launches: list[Callable[[], object]] = []
-    for name in _PEERS[problem.op]:
+    for name in peers:
         try:
             launch = implementation(name, problem, *inputs)
             launch()

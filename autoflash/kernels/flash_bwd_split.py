@@ -32,6 +32,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
 from autoflash.kernels.flash_fwd_ws_space import block_d
 from autoflash.kernels.kernel import (
     LOG2_E,
+    MAX_GRID,
     TRITON_DTYPES,
     Access,
     Argument,
@@ -47,8 +48,6 @@ from autoflash.kernels.kernel import (
 from autoflash.problem import Problem
 from autoflash.space import Config, Value
 from autoflash.target import Target
-
-_MAX_GRID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +81,8 @@ class FlashBwdSplit(Kernel):
             return reason
         keys = problem.batch * problem.kv_heads * -(-problem.seqlen_k // keys_owned(problem))
         rows = problem.batch * problem.heads * -(-problem.seqlen_q // ROWS)
-        if max(keys, rows) > _MAX_GRID:
-            return f"more than {_MAX_GRID} blocks of keys or of {ROWS} query rows: split the batch"
+        if max(keys, rows) > MAX_GRID:
+            return f"more than {MAX_GRID} blocks of keys or of {ROWS} query rows: split the batch"
         return None
 
     def variant(self, problem: Problem, config: Config) -> FlashBwdSplitVariant:

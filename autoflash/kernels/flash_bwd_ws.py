@@ -28,6 +28,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
 from autoflash.kernels.flash_fwd_ws_space import block_d
 from autoflash.kernels.kernel import (
     LOG2_E,
+    MAX_GRID,
     TRITON_DTYPES,
     Access,
     Argument,
@@ -52,7 +53,6 @@ _RESULTS = frozenset({"dq", "dk", "dv"})
 # Loads and stores at memory's speed whatever they are: not worth Params.
 _PREPARE_ROWS = 32
 _CONVERT_ROWS = 64
-_MAX_GRID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class FlashBwdWs(Kernel):
         reason = why_not_served(problem, target) or why_too_long(problem)
         if reason is not None:
             return reason
-        if tile_count(problem) > _MAX_GRID:
-            return f"more than {_MAX_GRID} blocks of {KEYS} keys: split the batch"
+        if tile_count(problem) > MAX_GRID:
+            return f"more than {MAX_GRID} blocks of {KEYS} keys: split the batch"
         return None
 
     def variant(self, problem: Problem, config: Config) -> FlashBwdWsVariant:

@@ -18,6 +18,7 @@ from autoflash.kernels.flash_fwd_space import (
 )
 from autoflash.kernels.kernel import (
     LOG2_E,
+    MAX_GRID,
     TRITON_DTYPES,
     Access,
     Argument,
@@ -34,8 +35,6 @@ from autoflash.kernels.kernel import (
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
 from autoflash.target import Target
-
-_MAX_GRID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +71,8 @@ class FlashFwd(OneFunction):
         if reason is not None:
             return reason
         # Even 16-row programs must fit the grid's first dimension.
-        if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > _MAX_GRID:
-            return f"more than {_MAX_GRID} blocks of 16 query rows: split the batch"
+        if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > MAX_GRID:
+            return f"more than {MAX_GRID} blocks of 16 query rows: split the batch"
         return None
 
     def variant(self, problem: Problem, config: Config) -> FlashFwdVariant:

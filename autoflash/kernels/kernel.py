@@ -140,6 +140,8 @@ def copy_strides(
 
 TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 LOG2_E = 1.4426950408889634
+# Programs that one launch may have.
+MAX_GRID = 2**31 - 1
 # Rounded up to whole tiles, lengths are 32-bit numbers in the kernels.
 _MAX_LENGTH = 2**31 - 512
 
