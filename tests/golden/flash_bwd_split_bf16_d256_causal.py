@@ -425,18 +425,13 @@ def consume(
         mbarrier.wait(v_full.index(0), 0)
     for _member in range(group):
         if c == 0:
-            for i in range(masked):
-                acc = add_values(
-                    acc, needed, zero, first + i * BLOCK_M, block, scale_log2, q_s, k_s, v_s, dout_s, lse_s, delta_s,
-                    q_full, dout_full, free, p_s, p_full, STAGES, BLOCK_D, True,
-                )
-                block += 1
-            for i in range(masked, blocks):
-                acc = add_values(
-                    acc, needed, zero, first + i * BLOCK_M, block, scale_log2, q_s, k_s, v_s, dout_s, lse_s, delta_s,
-                    q_full, dout_full, free, p_s, p_full, STAGES, BLOCK_D, False,
-                )
-                block += 1
+            for part in gl.static_range(2):
+                for i in range(part * masked, masked if part == 0 else blocks):
+                    acc = add_values(
+                        acc, needed, zero, first + i * BLOCK_M, block, scale_log2, q_s, k_s, v_s, dout_s, lse_s, delta_s,
+                        q_full, dout_full, free, p_s, p_full, STAGES, BLOCK_D, part == 0,
+                    )
+                    block += 1
         else:
             for _i in range(blocks):
                 acc = add_keys(
@@ -617,17 +612,13 @@ def consume_keys(
     dout = matrix(dout_s.index(c))
     mbarrier.wait(rows_full.index(0), 0)
     mbarrier.wait(rows_full.index(1), 0)
-    for i in range(masked):
-        start = key_start(i, end, blocks, front, masked, BLOCK_N)
-        dq = add_rows(
-            dq, q, dout, lse2, minus_delta, limit, start, i, ring, full, free, zero, scale_log2,
-            SLOTS, BLOCK_D, True,
-        )
-    for i in range(masked, blocks):
-        dq = add_rows(
-            dq, q, dout, lse2, minus_delta, limit, 0, i, ring, full, free, zero, scale_log2,
-            SLOTS, BLOCK_D, False,
-        )
+    for part in gl.static_range(2):
+        for i in range(part * masked, masked if part == 0 else blocks):
+            start = key_start(i, end, blocks, front, masked, BLOCK_N)
+            dq = add_rows(
+                dq, q, dout, lse2, minus_delta, limit, start, i, ring, full, free, zero, scale_log2,
+                SLOTS, BLOCK_D, part == 0,
+            )
     # A row that saw no key may hold anything.
     seen = gl.convert_layout(lse2, gl.SliceLayout(1, D_LAYOUT)) < float("inf")
     dq = gl.where(gl.expand_dims(seen, 1), dq * scale, 0.0)

@@ -490,26 +490,17 @@ def consume(
         mbarrier.wait(v_full.index(0), turn & 1)
         for member in range(group):
             sums = ((batch * kv_heads + head_kv) * group + member) * padded + lead
-            for i in range(masked):
-                row = first + i * BLOCK_M
-                dk, dv = step(
-                    c, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
-                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
-                    CONSUMERS, STAGES, BLOCK_D, True, DQ_SPLIT, DP_EARLY, TURNS,
-                )
-                last_place = k_place
-                last_at = sums + row
-                block += 1
-            for i in range(masked, blocks):
-                row = first + i * BLOCK_M
-                dk, dv = step(
-                    c, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
-                    sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
-                    CONSUMERS, STAGES, BLOCK_D, False, DQ_SPLIT, DP_EARLY, TURNS,
-                )
-                last_place = k_place
-                last_at = sums + row
-                block += 1
+            for part in gl.static_range(2):
+                for i in range(part * masked, masked if part == 0 else blocks):
+                    row = first + i * BLOCK_M
+                    dk, dv = step(
+                        c, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
+                        sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
+                        CONSUMERS, STAGES, BLOCK_D, part == 0, DQ_SPLIT, DP_EARLY, TURNS,
+                    )
+                    last_place = k_place
+                    last_at = sums + row
+                    block += 1
         mbarrier.arrive(v_free.index(0))
         # dq's place holds 64 keys of dk or dv as well, or several times as much, and is this
         # consumer's alone.

@@ -210,7 +210,7 @@ class Chain:
 
     kernel = KERNELS["flash_bwd"]
     problem = dataclasses.replace(PROBLEM, op="bwd")
-    config = kernel.default(problem, H100)
+    config = Config(**{**kernel.default(problem, H100), "LOAD": "pointer"})
 
     def __init__(self):
         self.launches = []
