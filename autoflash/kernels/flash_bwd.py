@@ -85,10 +85,6 @@ class FlashBwd(Kernel):
         del problem
         return FlashBwdVariant(tma=config["LOAD"] == "tma")
 
-    def example(self, problem: Problem) -> Problem:
-        fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
-        return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
-
     def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
         # lse in base 2 and delta of each row, in four numbers (templates/flash_bwd.py.jinja).
         shape = (problem.batch, problem.heads, problem.seqlen_q, 4)

@@ -21,11 +21,11 @@ from autoflash.kernels.flash_bwd_split_space import (
     paired,
     why_not_served,
 )
-from autoflash.kernels.flash_bwd_ws import copied, row_statistics
+from autoflash.kernels.flash_bwd_ws import copied, descriptor_types, row_statistics
 from autoflash.kernels.flash_bwd_ws_space import (
     CONSUMER_REGISTERS,
-    GROUP_SIZES,
     LOADER_REGISTERS,
+    grouped,
     lead_rows,
     padded_rows,
 )
@@ -33,7 +33,6 @@ from autoflash.kernels.flash_fwd_ws_space import block_d
 from autoflash.kernels.kernel import (
     LOG2_E,
     MAX_GRID,
-    TRITON_DTYPES,
     Access,
     Argument,
     Call,
@@ -88,10 +87,6 @@ class FlashBwdSplit(Kernel):
     def variant(self, problem: Problem, config: Config) -> FlashBwdSplitVariant:
         return FlashBwdSplitVariant(paired=paired(problem), group_mb=config.integer("GROUP_MB"))
 
-    def example(self, problem: Problem) -> Problem:
-        fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
-        return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
-
     def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
         shape = (problem.batch, problem.heads, padded_rows(problem))
         return tuple(
@@ -126,17 +121,13 @@ class FlashBwdSplit(Kernel):
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
         found: dict[Config, None] = {}
+        heads = (problem.batch * problem.heads, problem.batch * problem.kv_heads)
         for values in _TRIES[block_d(problem)]:
-            for size in GROUP_SIZES:
-                config = Config(**values, GROUP_MB=size)
-                wanted = Config(**values, GROUP_MB=16)
-                same = all(
-                    group_heads(config, problem, heads) == group_heads(wanted, problem, heads)
-                    for heads in (problem.batch * problem.heads, problem.batch * problem.kv_heads)
-                )
-                if same and SPACE.why_not(config, problem, target, advice=False) is None:
-                    found[config] = None
-                    break
+            config = grouped(
+                values, lambda config: [group_heads(config, problem, n) for n in heads]
+            )
+            if SPACE.why_not(config, problem, target, advice=False) is None:
+                found[config] = None
         return list(found)
 
     def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
@@ -251,11 +242,7 @@ _REGISTERS: dict[str, Value] = {
 def _signature(
     problem: Problem, blocks: Mapping[str, tuple[int, ...]], pointers: tuple[str, ...], heads: str
 ) -> dict[str, str]:
-    dtype = TRITON_DTYPES[problem.dtype]
-    kinds = {
-        f"{name}_desc": f"tensordesc<{'fp32' if len(block) == 1 else dtype}{list(block)}>"
-        for name, block in blocks.items()
-    }
+    kinds = descriptor_types(problem, blocks)
     kinds |= {f"{name}_ptr": "*fp32" for name in pointers}
     sizes = (heads, "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded", "lead")
     return {**kinds, "scale": "fp32", "scale_log2": "fp32", **dict.fromkeys(sizes, "i32")}

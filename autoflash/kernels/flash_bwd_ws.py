@@ -6,6 +6,7 @@ rounded. The order of the additions differs from run to run: where results must 
 or where not all of them are asked for, flash_bwd serves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,12 @@ from autoflash.kernels import flash_bwd_ws_model as model
 from autoflash.kernels.flash_bwd_ws_space import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    GROUP_SIZES,
     KEYS,
     LOADER_REGISTERS,
     SPACE,
     dq_part,
     group_heads,
+    grouped,
     lead_rows,
     padded_rows,
     shared_parts,
@@ -94,10 +95,6 @@ class FlashBwdWs(Kernel):
             dynamic=config["SCHEDULE"] == "dynamic", group_mb=config.integer("GROUP_MB")
         )
 
-    def example(self, problem: Problem) -> Problem:
-        fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
-        return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
-
     def scratch(self, problem: Problem) -> tuple[Scratch, ...]:
         heads = (problem.batch, problem.heads)
         statistics = (*heads, padded_rows(problem))
@@ -135,13 +132,9 @@ class FlashBwdWs(Kernel):
         schedule = "dynamic" if tile_count(problem) > target.sm_count else "grid"
         for tried in _TRIES[block_d(problem)]:
             values = {**tried, "SCHEDULE": schedule}
-            for size in GROUP_SIZES:
-                config = Config(**values, GROUP_MB=size)
-                wanted = Config(**values, GROUP_MB=16)
-                same = group_heads(config, problem) == group_heads(wanted, problem)
-                if same and SPACE.why_not(config, problem, target, advice=False) is None:
-                    found[config] = None
-                    break
+            config = grouped(values, lambda config: group_heads(config, problem))
+            if SPACE.why_not(config, problem, target, advice=False) is None:
+                found[config] = None
         return list(found)
 
     def estimate_blocks_per_sm(self, problem: Problem, config: Config, target: Target) -> int:
@@ -213,12 +206,7 @@ def row_statistics(name: str, problem: Problem, *, sums: bool) -> Function:
 
 
 def _main(problem: Problem, config: Config) -> Function:
-    dtype = TRITON_DTYPES[problem.dtype]
     blocks = _blocks(problem, config)
-    kinds = {
-        f"{name}_desc": f"tensordesc<{'fp32' if name in _SUMS else dtype}{list(block)}>"
-        for name, block in blocks.items()
-    }
     sizes = (
         "kv_heads", "group", "batch_heads", "group_heads", "seqlen_q", "seqlen_k", "padded", "lead",
         "n_tiles",
@@ -242,7 +230,7 @@ def _main(problem: Problem, config: Config) -> Function:
     return Function(
         name="flash_bwd_ws",
         signature={
-            **kinds,
+            **descriptor_types(problem, blocks),
             **counter,
             "scale": "fp32",
             "scale_log2": "fp32",
@@ -316,6 +304,15 @@ def _blocks(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
         "q": step, "k": own, "v": own, "dout": step, "lse2": (rows,), "minus_delta": (rows,),
         "sums": dq_part(config, problem), "dk": own, "dv": own,
     }  # fmt: skip
+
+
+def descriptor_types(problem: Problem, blocks: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Names and types of the arguments by which ``blocks`` of tensors or scratch are copied."""
+    dtype = TRITON_DTYPES[problem.dtype]
+    return {
+        f"{name}_desc": f"tensordesc<{'fp32' if name in _SUMS else dtype}{list(block)}>"
+        for name, block in blocks.items()
+    }
 
 
 def copied(tensor: str, call: Call, block: tuple[int, ...]) -> Descriptor:

@@ -1,8 +1,10 @@
 """flash_bwd_ws's search space: what may be tuned, and why a combination can't or shouldn't run."""
 
+from collections.abc import Callable, Mapping
+
 from autoflash.kernels.flash_fwd_ws_space import block_d
 from autoflash.problem import DTYPE_BYTES, Problem
-from autoflash.space import Config, Constraint, Param, SearchSpace
+from autoflash.space import Config, Constraint, Param, SearchSpace, Value
 from autoflash.target import Target
 
 # Keys of a program: two consumers with 64 each, which is what one matrix instruction computes.
@@ -15,6 +17,7 @@ MOST_ROWS = 128
 # As many numbers of fp32 are 16 bytes.
 _ALIGNED_ROWS = 4
 GROUP_SIZES = (1, 8, 16, 24, 32, 64)
+_GROUP_MB = 16
 # Registers of a consumer that may be asked for on paper: some of them are never needed at once.
 _PAPER_REGISTERS = 256
 _OTHER_REGISTERS = 32
@@ -75,6 +78,13 @@ def group_heads(config: Config, problem: Problem) -> int:
     one = max(1, problem.group * problem.seqlen_q * row)
     fit = max(1, (config.integer("GROUP_MB") << 20) // one)
     return min(fit, problem.batch * problem.kv_heads)
+
+
+def grouped(values: Mapping[str, Value], heads_of: Callable[[Config], object]) -> Config:
+    """``values`` with the least GROUP_MB that groups as many heads as the preferred one."""
+    wanted = heads_of(Config(**values, GROUP_MB=_GROUP_MB))
+    configs = (Config(**values, GROUP_MB=size) for size in GROUP_SIZES)
+    return next(config for config in configs if heads_of(config) == wanted)
 
 
 def why_not_served(problem: Problem, target: Target) -> str | None:

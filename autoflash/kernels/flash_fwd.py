@@ -78,10 +78,6 @@ class FlashFwd(OneFunction):
     def variant(self, problem: Problem, config: Config) -> FlashFwdVariant:
         return FlashFwdVariant(tma=config["LOAD"] == "tma")
 
-    def example(self, problem: Problem) -> Problem:
-        fields = {**problem.as_dict(), "batch": 4, "heads": 16, "kv_heads": 16}
-        return Problem(**{**fields, "seqlen_q": 4096, "seqlen_k": 4096})
-
     def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {
             "HEAD_DIM": problem.head_dim,

@@ -109,6 +109,31 @@ def load_statistics(rows_of_four, start, first, seqlen_q, BLOCK: tl.constexpr, M
 
 
 @triton.jit
+def row_delta(
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    head_index, start_m, heads, seqlen_q, has_dlse,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    # lse in base 2 and delta of the rows start_m .. start_m + BLOCK_M of a head. A row that isn't there or
+    # saw no key (lse = -inf) gets lse = +inf: its P is zero.
+    batch64 = (head_index // heads).to(tl.int64)
+    head = head_index % heads
+    out_rows = out_ptr + batch64 * stride_ob + head * stride_oh
+    dout_rows = dout_ptr + batch64 * stride_dob + head * stride_doh
+    out = load_rows(out_rows, start_m, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    dout = load_rows(dout_rows, start_m, seqlen_q, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    rows = start_m + tl.arange(0, BLOCK_M)
+    there = rows < seqlen_q
+    at = head_index.to(tl.int64) * seqlen_q + rows
+    # Without has_dlse the pointer may be null.
+    dlse = tl.load(dlse_ptr + at, mask=there & (has_dlse != 0), other=0.0)
+    lse = tl.load(lse_ptr + at, mask=there, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    return lse, delta - dlse
+
+
+@triton.jit
 def flash_bwd_delta(
     out_ptr, dout_ptr, dlse_ptr, lse_ptr, statistics_ptr,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
@@ -122,21 +147,14 @@ def flash_bwd_delta(
     n_rows = tl.cdiv(seqlen_q, BLOCK_M)
     start_m = tl.program_id(0) % n_rows * BLOCK_M
     head_index = tl.program_id(0) // n_rows
-    batch64 = (head_index // heads).to(tl.int64)
-    head = head_index % heads
-    out_rows = out_ptr + batch64 * stride_ob + head * stride_oh
-    dout_rows = dout_ptr + batch64 * stride_dob + head * stride_doh
-    out = load_rows(out_rows, start_m, seqlen_q, stride_om, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-    dout = load_rows(dout_rows, start_m, seqlen_q, stride_dom, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    lse, delta = row_delta(
+        out_ptr, dout_ptr, dlse_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+        head_index, start_m, heads, seqlen_q, has_dlse, HEAD_DIM_V, BLOCK_DV, BLOCK_M,
+    )
     rows = start_m + tl.arange(0, BLOCK_M)
     at = head_index.to(tl.int64) * seqlen_q + rows
-    # Without has_dlse the pointer may be null.
-    dlse = tl.load(dlse_ptr + at, mask=(rows < seqlen_q) & (has_dlse != 0), other=0.0)
-    lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
     tl.store(statistics_ptr + at * 4, lse, mask=rows < seqlen_q)
-    tl.store(statistics_ptr + at * 4 + 1, delta - dlse, mask=rows < seqlen_q)
+    tl.store(statistics_ptr + at * 4 + 1, delta, mask=rows < seqlen_q)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ With P = exp(scale * q k^T - lse), recomputed block by block, and delta = rowsum
 
     dv = P^T dout,  dS = P * (dout v^T - delta),  dq = scale * dS k,  dk = scale * dS^T q
 
-Three functions run in turn. flash_bwd_split_prepare gives -delta and lse in base 2, with room behind
-each head's rows. In flash_bwd_split_dkdv a program owns keys of a key/value head, and rows of q and
+Three functions run in turn. flash_bwd_split_prepare gives -delta and lse in base 2, with room before and
+behind each head's rows. In flash_bwd_split_dkdv a program owns keys of a key/value head, and rows of q and
 dout go by in a ring.
 Each of two consumers sums up dk and dv for 64 keys.
 In flash_bwd_split_dq a program owns 128 rows of a query head, and blocks of k and v go by in a ring.
@@ -57,19 +57,13 @@ def load_rows(
 
 
 @triton.jit
-def flash_bwd_split_prepare(
-    out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr,
-    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
-    heads, seqlen_q, padded, lead, has_dlse,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def row_delta(
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    head_index, start_m, heads, seqlen_q, has_dlse,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
-    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; those in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
-    # zero.
-    n_rows = tl.cdiv(padded, BLOCK_M)
-    start_m = tl.program_id(0) % n_rows * BLOCK_M
-    head_index = tl.program_id(0) // n_rows
+    # lse in base 2 and delta of the rows start_m .. start_m + BLOCK_M of a head. A row that isn't there or
+    # saw no key (lse = -inf) gets lse = +inf: its P is zero.
     batch64 = (head_index // heads).to(tl.int64)
     head = head_index % heads
     out_rows = out_ptr + batch64 * stride_ob + head * stride_oh
@@ -84,10 +78,32 @@ def flash_bwd_split_prepare(
     dlse = tl.load(dlse_ptr + at, mask=there & (has_dlse != 0), other=0.0)
     lse = tl.load(lse_ptr + at, mask=there, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    return lse, delta - dlse
+
+
+@triton.jit
+def flash_bwd_split_prepare(
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    heads, seqlen_q, padded, lead, has_dlse,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
+    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`, with lse2 = +inf before and
+    # behind the rows. Those in fp32 are contiguous.
+    n_rows = tl.cdiv(padded, BLOCK_M)
+    start_m = tl.program_id(0) % n_rows * BLOCK_M
+    head_index = tl.program_id(0) // n_rows
+    lse, delta = row_delta(
+        out_ptr, dout_ptr, dlse_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+        head_index, start_m, heads, seqlen_q, has_dlse, HEAD_DIM_V, BLOCK_DV, BLOCK_M,
+    )
+    rows = start_m + tl.arange(0, BLOCK_M)
     to = head_index.to(tl.int64) * padded + rows
     tl.store(minus_delta_ptr + to, tl.zeros([BLOCK_M], tl.float32), mask=rows < lead)
     tl.store(lse2_ptr + to, tl.full([BLOCK_M], float("inf"), tl.float32), mask=rows < lead)
-    tl.store(minus_delta_ptr + to + lead, dlse - delta, mask=rows + lead < padded)
+    tl.store(minus_delta_ptr + to + lead, -delta, mask=rows + lead < padded)
     tl.store(lse2_ptr + to + lead, lse, mask=rows + lead < padded)
 
 
@@ -450,6 +466,7 @@ def flash_bwd_split_dkdv(
     v_s = gl.allocate_shared_memory(v_desc.dtype, [PARTS] + v_desc.block_type.shape, v_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse2_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_desc.layout)
+    # A program has one tile: k and v are not given back.
     k_full = barriers(1, 1)
     k_free = barriers(1, 2)
     v_full = barriers(1, 1)

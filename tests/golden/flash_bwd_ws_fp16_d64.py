@@ -7,8 +7,8 @@ With P = exp(scale * q k^T - lse), recomputed block by block, and delta = rowsum
 
     dv = P^T dout,  dS = P * (dout v^T - delta),  dq = scale * dS k,  dk = scale * dS^T q
 
-Three functions run in turn. flash_bwd_ws_prepare gives -delta and lse in base 2, with room behind
-each head's rows, and zeros for the sums of dq. In flash_bwd_ws a tile is 128 keys of a
+Three functions run in turn. flash_bwd_ws_prepare gives -delta and lse in base 2, with room before and
+behind each head's rows, and zeros for the sums of dq. In flash_bwd_ws a tile is 128 keys of a
 key/value head: one warp loads them, then rows of q and dout through a ring of STAGES buffers (TMA,
 mbarriers); two warpgroups own 64 keys each, of which all scores are kept transposed. Each hands
 dS on through shared memory, and a step later computes its part of dq for all of the keys, which the
@@ -261,20 +261,13 @@ def add_block(
 
 
 @triton.jit
-def flash_bwd_ws_prepare(
-    out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr, sums_ptr,
-    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
-    heads, seqlen_q, padded, lead, has_dlse,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def row_delta(
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    head_index, start_m, heads, seqlen_q, has_dlse,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
-    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`; sums fp32
-    # [batch, heads, padded, HEAD_DIM] likewise; those in fp32 contiguous. A row that isn't there or saw no key (lse = -inf) gets lse2 = +inf: its P is
-    # zero.
-    n_rows = tl.cdiv(padded, BLOCK_M)
-    start_m = tl.program_id(0) % n_rows * BLOCK_M
-    head_index = tl.program_id(0) // n_rows
+    # lse in base 2 and delta of the rows start_m .. start_m + BLOCK_M of a head. A row that isn't there or
+    # saw no key (lse = -inf) gets lse = +inf: its P is zero.
     batch64 = (head_index // heads).to(tl.int64)
     head = head_index % heads
     out_rows = out_ptr + batch64 * stride_ob + head * stride_oh
@@ -289,10 +282,32 @@ def flash_bwd_ws_prepare(
     dlse = tl.load(dlse_ptr + at, mask=there & (has_dlse != 0), other=0.0)
     lse = tl.load(lse_ptr + at, mask=there, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    return lse, delta - dlse
+
+
+@triton.jit
+def flash_bwd_ws_prepare(
+    out_ptr, dout_ptr, dlse_ptr, lse_ptr, lse2_ptr, minus_delta_ptr, sums_ptr,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    heads, seqlen_q, padded, lead, has_dlse,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    # out and dout [batch, heads, seqlen_q, HEAD_DIM_V]; lse and dlse fp32 [batch, heads, seqlen_q];
+    # lse2 and minus_delta fp32 [batch, heads, padded], the first row at `lead`, with lse2 = +inf before and
+    # behind the rows; sums fp32 [batch, heads, padded, HEAD_DIM] likewise. Those in fp32 are contiguous.
+    n_rows = tl.cdiv(padded, BLOCK_M)
+    start_m = tl.program_id(0) % n_rows * BLOCK_M
+    head_index = tl.program_id(0) // n_rows
+    lse, delta = row_delta(
+        out_ptr, dout_ptr, dlse_ptr, lse_ptr, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+        head_index, start_m, heads, seqlen_q, has_dlse, HEAD_DIM_V, BLOCK_DV, BLOCK_M,
+    )
+    rows = start_m + tl.arange(0, BLOCK_M)
     to = head_index.to(tl.int64) * padded + rows
     tl.store(minus_delta_ptr + to, tl.zeros([BLOCK_M], tl.float32), mask=rows < lead)
     tl.store(lse2_ptr + to, tl.full([BLOCK_M], float("inf"), tl.float32), mask=rows < lead)
-    tl.store(minus_delta_ptr + to + lead, dlse - delta, mask=rows + lead < padded)
+    tl.store(minus_delta_ptr + to + lead, -delta, mask=rows + lead < padded)
     tl.store(lse2_ptr + to + lead, lse, mask=rows + lead < padded)
     sums = sums_ptr + head_index.to(tl.int64) * padded * HEAD_DIM
     store_rows(sums, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), start_m, lead + seqlen_q, HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -499,8 +514,9 @@ def consume(
         mbarrier.arrive(v_free.index(0))
         # dq's place holds 64 keys of dk or dv as well, or several times as much, and is this
         # consumer's alone.
+        TIMES: gl.constexpr = DQ_ROWS * DQ_COLUMNS * 2 // (64 * BLOCK_D)
         place = reinterpret(
-            dq_s.index(c), dk_desc.dtype, [DQ_ROWS * DQ_COLUMNS * 2 // (64 * BLOCK_D)] + dk_desc.block_type.shape, dk_desc.layout
+            dq_s.index(c), dk_desc.dtype, [TIMES] + dk_desc.block_type.shape, dk_desc.layout
         ).index(0)
         put_out(dv, dv_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
         put_out(dk * scale, dk_desc, place, batch, head_kv, start_n + c * 64, 0, 1)
@@ -560,8 +576,9 @@ def flash_bwd_ws(
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q, dout [batch, kv_heads * group, seqlen_q, dim], k, v, dk, dv [batch, kv_heads, seqlen_k, dim],
-    # through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of
-    # all heads in a row, `padded` of each, the first row's after `lead`; sums fp32 [., dim] likewise. batch_heads = batch * kv_heads.
+    # through descriptors whose blocks are padded with zeros; lse2 and minus_delta fp32, of all heads
+    # in a row, `padded` of each, the first row's after `lead`; sums fp32 [., dim] likewise.
+    # batch_heads = batch * kv_heads.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [2 * CONSUMERS] + k_desc.block_type.shape, k_desc.layout)

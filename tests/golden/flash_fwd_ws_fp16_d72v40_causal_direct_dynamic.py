@@ -151,6 +151,15 @@ def hear(mail, mail_full, mail_empty, turn):
 
 
 @gluon.jit
+def leave(counter, programs):
+    # The last program to finish leaves the counter of tiles as it was found, for the next launch.
+    finished = gl.atomic_add(counter + 1, 1)
+    if finished == programs - 1:
+        gl.atomic_xchg(counter, 0)
+        gl.atomic_xchg(counter + 1, 0)
+
+
+@gluon.jit
 def key_blocks(row, seqlen_q, seqlen_k, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     # Key blocks are counted down from `end`, the first key that no row of the tile sees, so that
     # hidden keys are never read. Only the first `front` blocks (which the diagonal cuts) and the
@@ -621,11 +630,7 @@ def load(
         batch = next_batch
         head = next_head
         turn += 1
-    # The last program to finish leaves the counter as it was found, for the next launch.
-    finished = gl.atomic_add(counter + 1, 1)
-    if finished == programs - 1:
-        gl.atomic_xchg(counter, 0)
-        gl.atomic_xchg(counter + 1, 0)
+    leave(counter, programs)
 
 
 @gluon.jit

@@ -85,20 +85,22 @@ def why_wrong(
         machine = Machine(seed=seed, patience_s=patience_s)
         run_function(KERNELS[name], function, problem, config, tensors, target, machine, change)
     if "sums" in tensors:
-        tensors["dq"].copy_(
-            tensors["sums"][:, :, lead_rows(p) :][:, :, : p.seqlen_q] * p.head_dim**-0.5
-        )
+        tensors["dq"].copy_(tensors["sums"][:, :, own_rows(p)] * p.head_dim**-0.5)
     stray = sum(stray_writes(tensors[grad]) for grad in ("dq", "dk", "dv"))
     if stray:
         return f"{stray} stray writes"
     return gradients.compare((tensors["dq"], tensors["dk"], tensors["dv"]))
 
 
+def own_rows(problem: Problem) -> slice:
+    """Where a head's rows lie in its statistics and sums."""
+    return slice(lead_rows(problem), lead_rows(problem) + problem.seqlen_q)
+
+
 def scratch(name: str, problem: Problem, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the first function of the chain makes."""
     made = {s.name: torch.zeros(s.shape) for s in KERNELS[name].scratch(problem)}
-    lse, lead = inputs["lse"], lead_rows(problem)
-    rows = slice(lead, lead + problem.seqlen_q)
+    lse, rows = inputs["lse"], own_rows(problem)
     made["lse2"].fill_(math.inf)
     made["lse2"][..., rows] = lse.masked_fill(lse == -math.inf, math.inf) * math.log2(math.e)
     delta = (inputs["out"].float() * inputs["dout"].float()).sum(-1)
