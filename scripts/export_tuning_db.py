@@ -1,8 +1,10 @@
-"""Write the best measured record of each bucket of a store to tuning_db/<gpu>.json, for review.
+"""Write a store's best measured record of each bucket and kernel to tuning_db/<gpu>.json, for
+review.
 
 usage: export_tuning_db.py STORE.sqlite [--to tuning_db]
 
-Records that stand in the file already are kept unless the store has newer ones of their bucket.
+Records that stand in the file already are kept unless the store has newer ones of their bucket
+and kernel.
 """
 
 import argparse
@@ -30,10 +32,10 @@ def main() -> None:
 
 
 def best_of_each(records: list[TuningRecord]) -> list[TuningRecord]:
-    """The record with the best evidence in each bucket and target."""
+    """The record with the best evidence of each bucket, target and kernel."""
     best: dict[tuple[object, ...], TuningRecord] = {}
     for record in sorted(records, key=evidence_order):
-        best.setdefault((record.bucket, record.target.identity), record)
+        best.setdefault((record.bucket, record.target.identity, record.kernel), record)
     return list(best.values())
 
 

@@ -99,11 +99,18 @@ def tune_command(problem: Problem) -> str:
 
 
 def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Choice | None, str]:
-    """The choice by the best record; or None and what is against that record, if there is one."""
-    bucket = Bucket.of(problem)
-    found = _layers(settings()).lookup(bucket, target)
+    """The choice by the best record of a kernel that can run such tensors; or None and what is
+    against the best record, if there is one."""
+    bucket, layers = Bucket.of(problem), _layers(settings())
+    able = frozenset(
+        kernel.name
+        for kernel in kernels_for(problem, target)
+        if kernel.adapt(kernel.default(problem, target), access) is not None
+    )
+    found = layers.lookup(bucket, target, able)
     if found is None:
-        return None, ""
+        found = layers.lookup(bucket, target)
+        return None, f"{found.record.kernel} {_why_unable(access)}" if found else ""
     record = found.record
     kernel = KERNELS[record.kernel]
     try:
@@ -113,7 +120,7 @@ def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Cho
         return None, str(error)
     config = kernel.adapt(recorded, access)
     reason = (
-        f"{kernel.name} can't load tensors that are not aligned for TMA"
+        f"{kernel.name} {_why_unable(access)}"
         if config is None
         else kernel.space.why_not(config, problem, target, advice=False)
         or kernel.serves(problem, target)
@@ -133,6 +140,13 @@ def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Cho
         kernel=kernel, config=config, how=how, layer=found.layer, why=why, record=record
     )
     return choice, ""
+
+
+def _why_unable(access: Access) -> str:
+    if not access.tma:
+        return "can't load tensors that are not aligned for TMA"
+    wanted = "gradients that repeat bit for bit" if access.repeatable else "some gradients alone"
+    return f"can't compute {wanted}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,14 +6,19 @@ from collections.abc import Iterable
 from autoflash.problem import Bucket
 from autoflash.store.record import TuningRecord
 
+# Names of the kernels that a record may be of; None for any.
+Kernels = frozenset[str] | None
 
-def evidence_order(record: TuningRecord) -> tuple[bool, bool, int]:
-    """Sort key, best first: measured before predicted, clean before noisy, then the newest.
 
-    Not the shortest time: a re-tune times the old winner again, so its newest clean word stands.
+def evidence_order(record: TuningRecord) -> tuple[bool, bool, int, float]:
+    """Sort key, best first: measured before predicted, clean before noisy, the newest, the fastest.
+
+    Time comes last: a re-tune times the old winner again, so its newest clean word stands. One
+    study stores its best of each kernel, all of one date: of these the fastest comes first.
     """
     stamp = int("".join(c for c in record.provenance.created_at[:19] if c.isdigit()))
-    return (record.kind == "predicted", record.measurement.noisy, -stamp)
+    noisy = record.measurement.noisy
+    return (record.kind == "predicted", noisy, -stamp, record.measurement.median_ms)
 
 
 def listing_order(record: TuningRecord) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from typing import Protocol
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
 from autoflash.settings import Settings, settings
-from autoflash.store.evidence import evidence_order
+from autoflash.store.evidence import Kernels, evidence_order
 from autoflash.store.record import TuningRecord
 from autoflash.store.shipped import ShippedRecords, shipped_folder
 from autoflash.target import Target
@@ -22,15 +22,20 @@ _ORDER = ("user", "shipped")
 
 
 class Source(Protocol):
-    """What a layer must answer; see Store. May raise StoreError."""
+    """What a layer must answer, by records of ``kernels`` alone if given; see Store. May raise
+    StoreError."""
 
-    def best(self, bucket: Bucket, target: Target) -> TuningRecord | None:
+    def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
         """The best record of exactly this bucket and target."""
 
-    def neighbours(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+    def neighbours(
+        self, bucket: Bucket, target: Target, kernels: Kernels = None
+    ) -> list[TuningRecord]:
         """Measured records of other buckets, nearest first."""
 
-    def siblings(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+    def siblings(
+        self, bucket: Bucket, target: Target, kernels: Kernels = None
+    ) -> list[TuningRecord]:
         """Measured records of other targets of the arch, nearest first."""
 
 
@@ -69,21 +74,25 @@ class Layers:
             self._shipped = ShippedRecords(shipped or shipped_folder())
         self._warned: set[str] = set()
 
-    def lookup(self, bucket: Bucket, target: Target) -> Found | None:
-        """The best known record for ``bucket`` on ``target``, or None.
+    def lookup(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Found | None:
+        """The best known record for ``bucket`` on ``target``, or None; of ``kernels``, if given.
 
         An exact measured one, else the nearest measured one of the target, else a measured one of
         this bucket on another target of the arch, else an exact predicted one. A clean record goes
-        before a noisy one, then the user's before a shipped one, then the newest.
+        before a noisy one, then the user's before a shipped one, then the newest, then the fastest.
         """
-        exact = self._ask(lambda source: [source.best(bucket, target)], bucket, "exact")
+        exact = self._ask(lambda s: [s.best(bucket, target, kernels)], bucket, "exact")
         measured = [found for found in exact if found.record.kind == "measured"]
         return (
             _first(measured)
-            or _first(self._ask(lambda s: s.neighbours(bucket, target), bucket, "neighbour"))
+            or _first(
+                self._ask(lambda s: s.neighbours(bucket, target, kernels), bucket, "neighbour")
+            )
             or _first(
                 found
-                for found in self._ask(lambda s: s.siblings(bucket, target), bucket, "neighbour")
+                for found in self._ask(
+                    lambda s: s.siblings(bucket, target, kernels), bucket, "neighbour"
+                )
                 if found.distance == 0
             )
             or _first(exact)
@@ -138,7 +147,7 @@ class Layers:
 
 def _first(found: Iterable[Found]) -> Found | None:
     def rank(one: Found) -> tuple[object, ...]:
-        predicted, noisy, age = evidence_order(one.record)
-        return (one.distance, predicted, noisy, _ORDER.index(one.layer), age)
+        predicted, noisy, *rest = evidence_order(one.record)
+        return (one.distance, predicted, noisy, _ORDER.index(one.layer), *rest)
 
     return min(found, key=rank, default=None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
-from autoflash.store.evidence import evidence_order, nearest
+from autoflash.store.evidence import Kernels, evidence_order, nearest
 from autoflash.store.exchange import load_records
 from autoflash.store.record import TuningRecord
 from autoflash.target import Target
@@ -28,17 +28,21 @@ class ShippedRecords:
         self._folder = folder
         self._files: dict[Path, list[TuningRecord]] = {}
 
-    def best(self, bucket: Bucket, target: Target) -> TuningRecord | None:
+    def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
         """As ``Store.best``. Raises StoreError if the file isn't what it should be."""
-        records = [r for r in self._of(target) if r.bucket == bucket]
+        records = [r for r in self._of(target, kernels) if r.bucket == bucket]
         return min(records, key=evidence_order, default=None)
 
-    def neighbours(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+    def neighbours(
+        self, bucket: Bucket, target: Target, kernels: Kernels = None
+    ) -> list[TuningRecord]:
         """As ``Store.neighbours``. Raises StoreError if the file isn't what it should be."""
-        records = (r for r in self._of(target) if r.kind == "measured" and r.bucket != bucket)
-        return nearest(records, bucket)
+        found = self._of(target, kernels)
+        return nearest((r for r in found if r.kind == "measured" and r.bucket != bucket), bucket)
 
-    def siblings(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+    def siblings(
+        self, bucket: Bucket, target: Target, kernels: Kernels = None
+    ) -> list[TuningRecord]:
         """As ``Store.siblings``; a broken file of another GPU costs a warning, not the others."""
 
         def is_sibling(record: TuningRecord) -> bool:
@@ -46,14 +50,19 @@ class ShippedRecords:
                 record.kind == "measured"
                 and record.target.arch == target.arch
                 and record.target.identity != target.identity
+                and (kernels is None or record.kernel in kernels)
             )
 
         return nearest(filter(is_sibling, self._of_all()), bucket)
 
-    def _of(self, target: Target) -> list[TuningRecord]:
+    def _of(self, target: Target, kernels: Kernels) -> list[TuningRecord]:
         # The name of the file is a hint; whose record it is stands in the record.
-        records = self._read(self._folder / f"{target.slug}.json")
-        return [record for record in records if record.target.identity == target.identity]
+        return [
+            record
+            for record in self._read(self._folder / f"{target.slug}.json")
+            if record.target.identity == target.identity
+            and (kernels is None or record.kernel in kernels)
+        ]
 
     def _of_all(self) -> list[TuningRecord]:
         records = []

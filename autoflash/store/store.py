@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.problem import Bucket
 from autoflash.store import schema
-from autoflash.store.evidence import listing_order, nearest
+from autoflash.store.evidence import Kernels, listing_order, nearest
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.store.rows import (
@@ -64,7 +64,11 @@ class Store:
 
     def add_record(self, record: TuningRecord) -> None:
         """Append ``record``. Raises StoreError, or ConfigError for a config not of its kernel."""
-        self._add([record_to_row(record)], "store a record")
+        self.add_records([record])
+
+    def add_records(self, records: Iterable[TuningRecord]) -> None:
+        """Append all of ``records`` or, if that raises, none."""
+        self._add([record_to_row(record) for record in records], "store records")
 
     def add_trial(self, trial: Trial) -> None:
         """Append ``trial``. Raises StoreError, or ConfigError for a config not of its kernel."""
@@ -74,34 +78,41 @@ class Store:
         """Append all of ``trials`` or, if that raises, none."""
         self._add([trial_to_row(trial) for trial in trials], "store trials")
 
-    def best(self, bucket: Bucket, target: Target) -> TuningRecord | None:
-        """The record to serve exactly this bucket and target by, or None.
+    def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
+        """The record to serve exactly this bucket and target by, or None; of ``kernels``, if given.
 
-        Measured before predicted, clean before noisy, then the newest, then the last one added.
+        Measured before predicted, clean before noisy, then the newest, then the fastest, then the
+        last one added.
         """
         query = _by_evidence(*same_bucket(RecordRow, bucket), *same_target(RecordRow, target))
+        query = _of_kernels(query, kernels)
         return next(iter(self._records(query, "look up a record")), None)
 
-    def neighbours(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+    def neighbours(
+        self, bucket: Bucket, target: Target, kernels: Kernels = None
+    ) -> list[TuningRecord]:
         """The best measured record of each other bucket whose config may carry over, nearest first.
 
-        All of ``target``'s identity.
+        All of ``target``'s identity; of ``kernels``, if given.
         """
         query = _by_evidence(*same_code(RecordRow, bucket), *same_target(RecordRow, target))
+        query = _of_kernels(query, kernels)
         records = self._records(query.where(RecordRow.kind == "measured"), "look up neighbours")
         return [record for record in nearest(records, bucket) if record.bucket != bucket]
 
-    def siblings(self, bucket: Bucket, target: Target) -> list[TuningRecord]:
+    def siblings(
+        self, bucket: Bucket, target: Target, kernels: Kernels = None
+    ) -> list[TuningRecord]:
         """The best measured record of each bucket and other target of the arch, nearest first.
 
-        ``bucket`` itself comes first (distance 0), if one of them has it.
+        ``bucket`` itself comes first (distance 0), if one of them has it. Of ``kernels``, if given.
         """
         query = _by_evidence(
             *same_code(RecordRow, bucket),
             RecordRow.target_arch == target.arch,
             RecordRow.kind == "measured",
         )
-        records = self._records(query, "look up siblings")
+        records = self._records(_of_kernels(query, kernels), "look up siblings")
         others = (record for record in records if record.target.identity != target.identity)
         return nearest(others, bucket)
 
@@ -188,6 +199,11 @@ def _by_evidence(*conditions: ColumnElement[bool]) -> Select[Any]:
             RecordRow.kind == "predicted",
             RecordRow.noisy,
             RecordRow.created_at.desc(),
+            RecordRow.median_ms,
             RecordRow.id.desc(),
         )
     )
+
+
+def _of_kernels(query: Select[Any], kernels: Kernels) -> Select[Any]:
+    return query if kernels is None else query.where(RecordRow.kernel.in_(sorted(kernels)))

@@ -19,6 +19,7 @@ from autoflash.tuning.progress import (
 )
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import ranked
+from autoflash.tuning.versions import time_stamp
 
 # The written model orders the space well enough that compiling more of it seldom changes the top.
 DEFAULT_TRIALS = 24
@@ -100,7 +101,8 @@ class _OfflineStudy:
         survivors = sorted(_survivors(self.trials), key=_time)
         if not survivors:
             return None
-        record = make_record(survivors[0], _model_time(_time(survivors[0])), "predicted")
+        measurement = _model_time(_time(survivors[0]))
+        record = make_record(survivors[0], measurement, "predicted", time_stamp())
         self._store.add_record(record)
         return record
 

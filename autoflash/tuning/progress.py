@@ -1,5 +1,6 @@
 """What a study is given, what it tells while it runs, and what it leaves."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,14 +104,14 @@ def make_trial(
     )
 
 
-def make_record(trial: Trial, measurement: Measurement, kind: str) -> TuningRecord:
-    """The record of a winning trial."""
+def make_record(trial: Trial, measurement: Measurement, kind: str, created_at: str) -> TuningRecord:
+    """The record of a winning trial. Those of one study share ``created_at``."""
     return TuningRecord(
         problem=trial.problem,
         target=trial.target,
         kernel=trial.kernel,
         config=trial.config,
         measurement=measurement,
-        provenance=trial.provenance,
+        provenance=dataclasses.replace(trial.provenance, created_at=created_at),
         kind=kind,
     )

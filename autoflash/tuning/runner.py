@@ -1,7 +1,7 @@
 """How candidates are compiled and timed: live workers, or a replay of recorded trials."""
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Protocol
 
 from autoflash.errors import AutoFlashError
@@ -45,13 +45,15 @@ class LiveRunner:
     """Workers on this machine: ``workers`` that compile, and one with the GPU.
 
     Without ``target`` the GPU that is present is asked who it is; with one only ``compile`` works.
-    Owns its processes: use it as a context manager.
+    Owns its processes: use it as a context manager. They have started when it is there, so that a
+    short budget isn't spent on imports.
     """
 
     def __init__(self, workers: int, target: Target | None = None) -> None:
         self.workers = workers
         self._pool = WorkerPool(workers)
         self._gpu = Worker()
+        starts = [self._pool.submit({"do": "start"}, COMPILE_LIMIT_S) for _ in range(workers)]
         if target is None:
             try:
                 found = self._gpu.ask({"do": "describe"}, 60)
@@ -65,6 +67,8 @@ class LiveRunner:
 
             self.target = target
             self.versions = versions()
+        # One that can't start says so when it is asked to compile.
+        wait(starts)
 
     def compile(self, problem: Problem, candidate: Candidate) -> "Future[Outcome]":
         message = self._message("compile", problem, candidate)

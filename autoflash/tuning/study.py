@@ -1,16 +1,19 @@
 """One study: ask, compile ahead, check, time, tell, store; then finalists in turns, the record."""
 
+import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.problem import Bucket, Problem
+from autoflash.store.evidence import Kernels, evidence_order
 from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
 from autoflash.store.store import Store
+from autoflash.target import Target
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import (
     Budget,
@@ -23,6 +26,7 @@ from autoflash.tuning.progress import (
 )
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import Search, ranked
+from autoflash.tuning.versions import time_stamp
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ _GRACE_S = 30.0
 _TIE = 1.005
 # A candidate whose first samples are this much slower than the best is not timed further.
 _GIVE_UP = 1.3
+# Configs of each kernel, by the written model, that are tried before TPE has a say.
+_FIRST_OF_KERNEL = 2
 # Seconds of one core that a candidate takes to compile, for guessing what a budget can hold.
 _COMPILE_S = 4.0
 
@@ -123,8 +129,13 @@ class _Study:
         return deadline + grace - time.monotonic()
 
     def conclude(self, *, interleaved: bool) -> TuningRecord | None:
-        """Re-time the finalists in turns, store and return the winner's record."""
-        finalists = sorted(_timed(self.trials), key=_median)[:_FINALISTS]
+        """Re-time the finalists in turns, store the best of each kernel, return the winner's
+        record.
+
+        A call that the winner's kernel can't run (other strides, deterministic, a gradient alone)
+        is then served by the next kernel's own best.
+        """
+        finalists = _finalists(self.trials)
         if not finalists:
             logger.warning("%s: no candidate survived; nothing is stored", self.problem.label())
             return None
@@ -134,10 +145,15 @@ class _Study:
             outcomes = self.runner.interleave(self.problem, candidates, _ROUNDS)
             again = {i: o.measurement for i, o in enumerate(outcomes) if o.measurement}
             measured = again or measured
-        winner = _winner(finalists, measured)
-        record = make_record(finalists[winner], measured[winner], "measured")
-        self.store.add_record(record)
-        return record
+        winners = [
+            _winner(finalists, {i: measured[i] for i in own})
+            for own in _by_kernel(finalists, measured)
+        ]
+        now = time_stamp()
+        records = [make_record(finalists[i], measured[i], "measured", now) for i in winners]
+        records.sort(key=evidence_order)
+        self.store.add_records(records)
+        return records[0]
 
     def _finish(self, candidate: Candidate, compiled: Outcome) -> None:
         outcome = compiled
@@ -183,14 +199,40 @@ class _Study:
     def _advice(self) -> list[Candidate]:
         """Configs worth trying first: what the store knows nearby, and the kernels' defaults."""
         bucket, target = Bucket.of(self.problem), self.runner.target
-        own = self.store.best(bucket, target)
-        near = self.store.neighbours(bucket, target)[:3] + self.store.siblings(bucket, target)[:2]
-        records = ([own] if own else []) + near
+        records = self._known(bucket, target, None)
+        for kernel in self.kernels:
+            records += self._known(bucket, target, frozenset({kernel.name}))
         advice = [Candidate(kernel=KERNELS[r.kernel], config=r.config) for r in records]
         for kernel in self.kernels:
             config = kernel.default(self.problem, target)
             advice.append(Candidate(kernel=kernel, config=config))
+            # Each kernel's best is kept: none is judged by its default alone.
+            own = (c for c in self.candidates if c.kernel is kernel)
+            advice += itertools.islice(own, _FIRST_OF_KERNEL)
         return advice
+
+    def _known(self, bucket: Bucket, target: Target, kernels: Kernels) -> list[TuningRecord]:
+        """The store's records of the bucket, its neighbours and its siblings."""
+        own = self.store.best(bucket, target, kernels)
+        near = self.store.neighbours(bucket, target, kernels)[:3]
+        siblings = self.store.siblings(bucket, target, kernels)[:2]
+        return [*([own] if own else []), *near, *siblings]
+
+
+def _finalists(trials: Sequence[Trial]) -> list[Trial]:
+    """The fastest trials, and the fastest of each kernel that isn't among them."""
+    ordered = sorted(_timed(trials), key=_median)
+    best = {trial.kernel: trial for trial in reversed(ordered)}
+    head = ordered[:_FINALISTS]
+    return head + [trial for trial in best.values() if all(trial is not t for t in head)]
+
+
+def _by_kernel(finalists: Sequence[Trial], measured: Iterable[int]) -> list[list[int]]:
+    """The places in ``finalists`` that were measured, kernel by kernel."""
+    places: dict[str, list[int]] = {}
+    for i in measured:
+        places.setdefault(finalists[i].kernel, []).append(i)
+    return list(places.values())
 
 
 _RETRIED = (TrialStatus.timeout, TrialStatus.crashed, TrialStatus.noisy, TrialStatus.predicted)

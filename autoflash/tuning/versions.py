@@ -24,8 +24,13 @@ def versions() -> dict[str, str]:
 
 def provenance(found: dict[str, str], source_hash: str) -> Provenance:
     """``found`` versions with the rendered kernel's hash, now, on this host."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Provenance(**found, source_hash=source_hash, created_at=now, origin=settings().origin)
+    origin = settings().origin
+    return Provenance(**found, source_hash=source_hash, created_at=time_stamp(), origin=origin)
+
+
+def time_stamp() -> str:
+    """Now, as records and trials say it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _driver() -> str:

@@ -4,6 +4,7 @@ Started as ``python -m autoflash.tuning.worker`` and spoken to in JSON, a line a
 never imports the user's program. The parent sets the time limits and kills it.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -37,6 +38,13 @@ def describe(message: Message) -> Message:
     del message
     torch.cuda.init()
     return {"target": dataclasses.asdict(current_target()), "versions": versions()}
+
+
+def start(message: Message) -> Message:
+    """Import what compiling takes."""
+    del message
+    importlib.import_module("autoflash.runtime.compiler")
+    return {}
 
 
 def compile_candidate(message: Message) -> Message:
@@ -158,6 +166,7 @@ def main() -> None:
     bench = Bench()
     actions: dict[str, Callable[[Message], Message]] = {
         "describe": describe,
+        "start": start,
         "compile": compile_candidate,
         "measure": bench.measure,
         "interleave": bench.interleave,

@@ -228,7 +228,7 @@ def test_a_busy_database_is_a_store_error(store, path, make, monkeypatch):
     monkeypatch.setattr("autoflash.store.schema.WRITE_TIMEOUT_S", 0.05)
     with closing(sqlite3.connect(path)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreError, match=r"could not store a record: .*locked; .*try again"):
+        with pytest.raises(StoreError, match=r"could not store records: .*locked; .*try again"):
             store.add_record(make.record())
         # Readers don't wait for a writer.
         assert Store(path, read_only=True).records() == []

@@ -469,7 +469,7 @@ def test_what_the_store_knows_is_tried_first(lab, store):
     sibling = lab.trial(slow[2], 1.0, target=dataclasses.replace(lab.a100, name="NVIDIA A100X"))
     elsewhere = lab.trial(slow[3], 1.0, target=named_target("h100"))
     for trial in (elsewhere, sibling, near, own):
-        store.add_record(make_record(trial, measurement, "measured"))
+        store.add_record(make_record(trial, measurement, "measured", trial.provenance.created_at))
     runner = lab.runner(lab.trials())
     run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=4))
     default = lab.kernel.default(lab.problem, lab.a100)
