@@ -105,12 +105,14 @@ def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Cho
     able = frozenset(
         kernel.name
         for kernel in kernels_for(problem, target)
-        if kernel.adapt(kernel.default(problem, target), access) is not None
+        if any(kernel.adapt(c, access) is not None for c in kernel.defaults(problem, target))
     )
     found = layers.lookup(bucket, target, able)
     if found is None:
         found = layers.lookup(bucket, target)
-        return None, f"{found.record.kernel} {_why_unable(access)}" if found else ""
+        if found is None:
+            return None, ""
+        return None, _passed_over(problem, f"{found.record.kernel} {_why_unable(access)}")
     record = found.record
     kernel = KERNELS[record.kernel]
     try:
@@ -126,8 +128,7 @@ def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Cho
         or kernel.serves(problem, target)
     )
     if config is None or reason is not None:
-        logger.info("record of %s doesn't fit %s: %s", bucket.label(), problem.label(), reason)
-        return None, str(reason)
+        return None, _passed_over(problem, str(reason))
     how = {"exact": "tuned"}.get(found.how, found.how)
     why = {
         "tuned": f"tuned on this target, {record.measurement.median_ms:.4f} ms",
@@ -140,6 +141,13 @@ def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Cho
         kernel=kernel, config=config, how=how, layer=found.layer, why=why, record=record
     )
     return choice, ""
+
+
+def _passed_over(problem: Problem, reason: str) -> str:
+    logger.info(
+        "record of %s doesn't fit %s: %s", Bucket.of(problem).label(), problem.label(), reason
+    )
+    return reason
 
 
 def _why_unable(access: Access) -> str:

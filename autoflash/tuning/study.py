@@ -86,6 +86,11 @@ class _Study:
     def __post_init__(self) -> None:
         self.kernels = kernels_for(self.problem, self.runner.target)
         self.candidates = ranked(self.kernels, self.problem, self.runner.target)
+        self._defaults = [
+            Candidate(kernel=kernel, config=config)
+            for kernel in self.kernels
+            for config in kernel.defaults(self.problem, self.runner.target)[:1]
+        ]
 
     def run(self, deadline: float, budget: Budget) -> None:
         """Try candidates until the budget or the space ends."""
@@ -107,7 +112,7 @@ class _Study:
         waiting: dict[Future[Outcome], Candidate] = {}
         depth = 2 * self.runner.workers
         asked = 0
-        while (left := self._seconds_left(deadline)) > 0:
+        while (left := self._seconds_left(deadline, waiting.values())) > 0:
             may_ask = time.monotonic() < deadline
             while may_ask and len(waiting) < depth and (limit is None or asked < limit):
                 candidate = self.search.ask()
@@ -118,14 +123,19 @@ class _Study:
             if not waiting:
                 break
             for future in wait(waiting, left, FIRST_COMPLETED).done:
-                if self._seconds_left(deadline) > 0:
-                    self._finish(waiting.pop(future), future.result())
+                left = self._seconds_left(deadline, [waiting[future]])
+                candidate = waiting.pop(future)
+                if left > 0:
+                    self._finish(candidate, future.result())
         for future in waiting:
             future.cancel()
 
-    def _seconds_left(self, deadline: float) -> float:
-        # A small budget may end while the workers still start: one candidate is waited for.
-        grace = 0.0 if _timed(self.trials) else _GRACE_S
+    def _seconds_left(self, deadline: float, waiting: Iterable[Candidate]) -> float:
+        """Until the end, with ``waiting`` under way."""
+        # A small budget may end while the first ones still compile. A record must not be worse than
+        # what is served without one: a default is waited for, and at least one candidate.
+        owed = any(candidate in self._defaults for candidate in waiting)
+        grace = 0.0 if _timed(self.trials) and not owed else _GRACE_S
         return deadline + grace - time.monotonic()
 
     def conclude(self, *, interleaved: bool) -> TuningRecord | None:
@@ -203,9 +213,8 @@ class _Study:
         for kernel in self.kernels:
             records += self._known(bucket, target, frozenset({kernel.name}))
         advice = [Candidate(kernel=KERNELS[r.kernel], config=r.config) for r in records]
+        advice += self._defaults
         for kernel in self.kernels:
-            config = kernel.default(self.problem, target)
-            advice.append(Candidate(kernel=kernel, config=config))
             # Each kernel's best is kept: none is judged by its default alone.
             own = (c for c in self.candidates if c.kernel is kernel)
             advice += itertools.islice(own, _FIRST_OF_KERNEL)

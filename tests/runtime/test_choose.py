@@ -246,6 +246,44 @@ def test_a_record_whose_kernel_can_not_run_the_tensors_gives_way(store, access, 
     assert message.endswith("flash_fwd_ws can't load tensors that are not aligned for TMA")
 
 
+def test_what_the_faster_kernel_can_not_run_gets_the_record_of_another(store):
+    slower = record(ms=2.5)
+    for one in (slower, hopper_record()):
+        store.add_record(one)
+    assert choose(PROBLEM, H200, ALIGNED).kernel is HOPPER
+    choice = choose(PROBLEM, H200, UNALIGNED)
+    assert (choice.kernel, choice.how, choice.record) == (KERNEL, "tuned", slower)
+
+
+@pytest.mark.parametrize(
+    ("access", "reason"),
+    [
+        (dataclasses.replace(ALIGNED, repeatable=True), "can't compute gradients that repeat bit"),
+        (dataclasses.replace(ALIGNED, whole=False), "can't compute some gradients alone"),
+    ],
+    ids=["repeatable", "parts"],
+)
+def test_gradients_that_the_faster_kernel_can_not_compute(store, access, reason, caplog):
+    problem = dataclasses.replace(PROBLEM, op="bwd")
+    fused, split = KERNELS["flash_bwd_ws"], KERNELS["flash_bwd_split"]
+
+    def add(kernel, ms):
+        config = kernel.default(problem, H200)
+        base = record(problem=problem, ms=ms)
+        store.add_record(dataclasses.replace(base, kernel=kernel.name, config=config))
+
+    add(fused, 1.0)
+    assert choose(problem, H200, ALIGNED).kernel is fused
+    with caplog.at_level(logging.INFO, logger="autoflash.runtime.choose"):
+        choice = choose(problem, H200, access)
+    assert (choice.kernel, choice.how) == (split, "default")
+    assert f"flash_bwd_ws {reason}" in caplog.text
+    add(split, 1.2)
+    assert choose(problem, H200, ALIGNED).kernel is fused
+    choice = choose(problem, H200, access)
+    assert (choice.kernel, choice.how) == (split, "tuned")
+
+
 def test_lock_says_why_an_exact_record_can_not_be_used(store, monkeypatch):
     monkeypatch.setenv("AUTOFLASH_MODE", "lock")
     store.add_record(hopper_record())

@@ -3,12 +3,16 @@
 import collections
 import dataclasses
 import logging
+import threading
+import time
 import types
+from concurrent.futures import Future
 
 import pytest
 
 from autoflash.codegen.render import render
 from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.kernels import kernels_for
 from autoflash.problem import Bucket
 from autoflash.store.record import TrialStatus
 from autoflash.target import named_target
@@ -17,7 +21,7 @@ from autoflash.tuning import tune as loop
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import Budget, Listener, StudyPlan, make_record
 from autoflash.tuning.runner import RecordedRunner
-from autoflash.tuning.search import Search
+from autoflash.tuning.search import Search, ranked
 from autoflash.tuning.study import tune_one
 from autoflash.tuning.tune import tune
 
@@ -199,6 +203,66 @@ def test_finals_that_fail_leave_the_first_times(lab, store):
     record = run(lab, store, recorded, runner=runner).record
     assert record.config == recorded[0].config
     assert record.measurement == recorded[0].measurement
+
+
+def test_the_best_of_each_kernel_is_kept(lab, store):
+    h200 = named_target("h200")
+    candidates = ranked(kernels_for(lab.problem, h200), lab.problem, h200)
+    names = ("flash_fwd", "flash_fwd_ws")
+    kernels = {name: [c for c in candidates if c.kernel.name == name] for name in names}
+    # The seven fastest are of one kernel: the other's best is a finalist all the same.
+    recorded = [
+        lab.trial(c, slowest + i / 100, target=h200)
+        for slowest, name in ((1.0, "flash_fwd_ws"), (2.0, "flash_fwd"))
+        for i, c in enumerate(kernels[name][:7])
+    ]
+    runner = Interleaving(h200, lab.versions, recorded)
+    runner.answer = lambda place: Outcome(
+        status=Status.ok, measurement=lab.measurement(1.5 - place / 10 if place < 5 else 3.0)
+    )
+    store.add_trials(recorded)
+    result = run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=1))
+    ((_, finalists, _),) = runner.finals
+    assert keys(finalists) == keys([*recorded[:5], recorded[7]])
+    fused, plain = recorded[4], recorded[7]
+    assert (result.record.kernel, result.record.config) == ("flash_fwd_ws", fused.config)
+    bucket = Bucket.of(lab.problem)
+    assert store.best(bucket, h200) == result.record
+    second = store.best(bucket, h200, frozenset({"flash_fwd"}))
+    assert (second.config, second.measurement) == (plain.config, lab.measurement(3.0))
+    assert second.provenance.created_at == result.record.provenance.created_at
+
+
+class SlowDefault(RecordedRunner):
+    """The default compiles for longer than the budget lasts; another for longer still."""
+
+    workers = 8
+    default = None
+
+    def compile(self, problem, candidate):
+        done = super().compile(problem, candidate)
+        if candidate.config == self.default:
+            late = Future()
+            threading.Timer(0.5, lambda: late.set_result(done.result())).start()
+            return late
+        if len(self.asked) == 3:
+            return Future()
+        return done
+
+
+def test_a_default_is_waited_for(lab, store):
+    default = lab.kernel.default(lab.problem, lab.a100)
+    recorded = [
+        lab.trial(c, 1.0 if c.config == default else 2.0 + i / 100)
+        for i, c in enumerate(lab.candidates())
+    ]
+    runner = lab.runner(recorded, SlowDefault)
+    runner.default = default
+    begin = time.monotonic()
+    result = run(lab, store, None, runner=runner, budget=Budget(seconds=0.3, trials=None))
+    assert result.record.config == default
+    assert len(result.trials) > 1
+    assert 0.5 < time.monotonic() - begin < 10
 
 
 # --- trials
