@@ -105,3 +105,4 @@ class TrialRow(KeyColumns, MeasurementColumns, ProvenanceColumns, Base):
     shared_bytes: Mapped[int | None]
     registers: Mapped[int | None]
     spills: Mapped[int | None]
+    came_from: Mapped[str] = mapped_column(server_default="")

@@ -60,6 +60,7 @@ def trial_to_plain(trial: Trial) -> dict[str, Any]:
         "shared_bytes": trial.shared_bytes,
         "registers": trial.registers,
         "spills": trial.spills,
+        "came_from": trial.came_from,
     }
 
 
@@ -89,6 +90,7 @@ def trial_from_plain(plain: object) -> Trial:
         shared_bytes=_typed("shared_bytes", values["shared_bytes"], int | None),
         registers=_typed("registers", values["registers"], int | None),
         spills=_typed("spills", values["spills"], int | None),
+        came_from=_typed("came_from", values["came_from"], str),
     )
 
 

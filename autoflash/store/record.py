@@ -124,7 +124,8 @@ class TuningRecord:
 class Trial:
     """One config tried on one problem and target.
 
-    ``reason`` says why a failed one failed. shared_bytes (bytes), registers and spills (per thread)
+    ``reason`` says why a failed one failed, ``came_from`` who proposed the config: the record of a
+    neighbour, say, or 'tpe'. shared_bytes (bytes), registers and spills (per thread)
     are the compiler's; None is unknown, as is a missing measurement or prediction (milliseconds).
     """
 
@@ -139,9 +140,11 @@ class Trial:
     shared_bytes: int | None = None
     registers: int | None = None
     spills: int | None = None
+    came_from: str = ""
     provenance: Provenance
 
     def __post_init__(self) -> None:
+        _check_text("came_from", self.came_from)
         if self.predicted_ms is not None:
             _check_ms("predicted_ms", self.predicted_ms)
         for name in ("shared_bytes", "registers", "spills"):

@@ -34,7 +34,10 @@ _BUCKET_COLUMNS = {name: name for name in CODE_FIELDS} | _SIZE_COLUMNS
 _PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 _MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 _PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
-_TRIAL_FIELDS = ("status", "reason", "predicted_ms", "shared_bytes", "registers", "spills")
+_TRIAL_FIELDS = (
+    *("status", "reason", "predicted_ms", "shared_bytes", "registers", "spills"),
+    "came_from",
+)
 
 
 def record_to_row(record: TuningRecord) -> RecordRow:
@@ -66,7 +69,9 @@ def record_from_row(row: Mapping[str, Any]) -> TuningRecord:
 
 def trial_from_row(row: Mapping[str, Any]) -> Trial:
     """Raises InvalidInputError or ConfigError for a row that can't be trusted."""
-    own = {name: row[name] for name in _TRIAL_FIELDS}
+    own = {name: row[name] for name in _TRIAL_FIELDS if name in row}
+    # A file of before the column is read all the same.
+    own.setdefault("came_from", "")
     trial = trial_from_plain({**_common_plain(row), **own})
     _check_bucket(row, trial.bucket)
     return trial

@@ -15,8 +15,10 @@ from autoflash.errors import StoreError
 logger = logging.getLogger(__name__)
 
 # Alembic's revisions, oldest first. The last one is what this version writes.
-SCHEMA_VERSIONS = ("0001",)
+SCHEMA_VERSIONS = ("0001", "0002")
 VERSION_TABLE = "autoflash_schema"
+# What a revision added to trials, by column: a reader of an older file does without.
+ADDED_TO_TRIALS = {"came_from": "0002"}
 # What sqlite3 raises. A damaged file can also spoil the very message of an error.
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 _OTHER_SCHEMA = "its schema isn't this version's: upgrade autoflash"

@@ -118,7 +118,7 @@ class Store:
 
     def trials(self, bucket: Bucket, target: Target, kernel: str | None = None) -> list[Trial]:
         """The trials of a study (of one kernel, if named), in the order they were added in."""
-        query = _columns(TrialRow).where(
+        query = self._trial_columns().where(
             *same_bucket(TrialRow, bucket), *same_target(TrialRow, target)
         )
         if kernel is not None:
@@ -130,6 +130,12 @@ class Store:
         """All records (of one target's identity, if given), by target, bucket, then best first."""
         query = _by_evidence(*([] if target is None else same_target(RecordRow, target)))
         return sorted(self._records(query, "list records"), key=listing_order)
+
+    def _trial_columns(self) -> Select[Any]:
+        """Those that the file has: one that is only read may be older."""
+        added = schema.ADDED_TO_TRIALS
+        columns = TrialRow.__table__.columns
+        return select(*(c for c in columns if added.get(c.name, "") <= self.schema_version))
 
     def _records(self, query: Select[Any], action: str) -> list[TuningRecord]:
         return self._read(query, record_from_row, action)
@@ -185,15 +191,11 @@ class Store:
             )
 
 
-def _columns(table: type[RecordRow | TrialRow]) -> Select[Any]:
-    """Plain columns, not objects: a stranger's table may lack the key that objects go by."""
-    return select(*table.__table__.columns)
-
-
 def _by_evidence(*conditions: ColumnElement[bool]) -> Select[Any]:
     """The records that meet ``conditions``, best first: ``evidence_order`` in SQL."""
+    # Plain columns, not objects: a stranger's table may lack the key that objects go by.
     return (
-        _columns(RecordRow)
+        select(*RecordRow.__table__.columns)
         .where(*conditions)
         .order_by(
             RecordRow.kind == "predicted",

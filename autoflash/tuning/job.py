@@ -1,7 +1,7 @@
 """Jobs as JSON: what the parent asks of a worker, and what it gets back."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoflash.kernels import KERNELS
@@ -17,10 +17,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One config of one kernel."""
+    """One config of one kernel. ``came_from``: who proposed it."""
 
     kernel: Kernel
     config: Config
+    came_from: str = field(default="", compare=False)
 
     def to_message(self) -> Message:
         return {"kernel": self.kernel.name, "config": dict(self.config)}

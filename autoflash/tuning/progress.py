@@ -100,6 +100,7 @@ def make_trial(
         shared_bytes=resources.shared_bytes if resources else None,
         registers=resources.registers if resources else None,
         spills=resources.spills if resources else None,
+        came_from=candidate.came_from,
         provenance=provenance(runner.versions, source.kernel_hash),
     )
 

@@ -36,9 +36,8 @@ def ranked(kernels: Iterable[Kernel], problem: Problem, target: Target) -> list[
         for config in kernel.space.configs(problem, target):
             blocks = kernel.estimate_blocks_per_sm(problem, config, target)
             ms = kernel.estimate_ms(problem, config, target, blocks)
-            scored.append(
-                (ms, kernel.name, config.to_json(), Candidate(kernel=kernel, config=config))
-            )
+            candidate = Candidate(kernel=kernel, config=config, came_from="ranking")
+            scored.append((ms, kernel.name, config.to_json(), candidate))
     scored.sort(key=lambda item: item[:3])
     return [candidate for *_, candidate in scored]
 
@@ -162,7 +161,7 @@ class Search:
             # Optuna's types allow floats and None; the choices are ours.
             assert isinstance(chosen, bool | int | str)
             values[param.name] = chosen
-        return Candidate(kernel=kernel, config=Config(**values))
+        return Candidate(kernel=kernel, config=Config(**values), came_from="tpe")
 
     def _params(self, candidate: Candidate) -> dict[str, bool | int | str]:
         name = candidate.kernel.name

@@ -87,7 +87,7 @@ class _Study:
         self.kernels = kernels_for(self.problem, self.runner.target)
         self.candidates = ranked(self.kernels, self.problem, self.runner.target)
         self._defaults = [
-            Candidate(kernel=kernel, config=config)
+            Candidate(kernel=kernel, config=config, came_from="default")
             for kernel in self.kernels
             for config in kernel.defaults(self.problem, self.runner.target)[:1]
         ]
@@ -209,10 +209,9 @@ class _Study:
     def _advice(self) -> list[Candidate]:
         """Configs worth trying first: what the store knows nearby, and the kernels' defaults."""
         bucket, target = Bucket.of(self.problem), self.runner.target
-        records = self._known(bucket, target, None)
+        advice = self._known(bucket, target, None)
         for kernel in self.kernels:
-            records += self._known(bucket, target, frozenset({kernel.name}))
-        advice = [Candidate(kernel=KERNELS[r.kernel], config=r.config) for r in records]
+            advice += self._known(bucket, target, frozenset({kernel.name}))
         advice += self._defaults
         for kernel in self.kernels:
             # Each kernel's best is kept: none is judged by its default alone.
@@ -220,12 +219,18 @@ class _Study:
             advice += itertools.islice(own, _FIRST_OF_KERNEL)
         return advice
 
-    def _known(self, bucket: Bucket, target: Target, kernels: Kernels) -> list[TuningRecord]:
-        """The store's records of the bucket, its neighbours and its siblings."""
+    def _known(self, bucket: Bucket, target: Target, kernels: Kernels) -> list[Candidate]:
+        """The configs of the store's records of the bucket, its neighbours and its siblings."""
         own = self.store.best(bucket, target, kernels)
         near = self.store.neighbours(bucket, target, kernels)[:3]
         siblings = self.store.siblings(bucket, target, kernels)[:2]
-        return [*([own] if own else []), *near, *siblings]
+        known = [(own, "record")] if own else []
+        known += [(record, f"neighbour {record.bucket.label()}") for record in near]
+        known += [(record, f"sibling {record.target.name}") for record in siblings]
+        return [
+            Candidate(kernel=KERNELS[record.kernel], config=record.config, came_from=came_from)
+            for record, came_from in known
+        ]
 
 
 def _finalists(trials: Sequence[Trial]) -> list[Trial]:

@@ -32,7 +32,7 @@ def set_version(path, version):
 
 def test_creating_leaves_the_store_and_its_lock(path):
     store = Store(path)
-    assert store.schema_version == "0001"
+    assert store.schema_version == "0002"
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
     assert integrity(path) == "ok"
 
@@ -112,7 +112,7 @@ def test_the_wal_of_a_deleted_store_is_not_replayed(store, path, make):
     assert integrity(path) == "ok"
 
 
-@pytest.mark.parametrize("version", ["0002", "9f3c", ""])
+@pytest.mark.parametrize("version", ["0003", "9f3c", ""])
 def test_a_newer_schema_is_read_and_not_written(store, path, make, caplog, version):
     store.add_record(make.record())
     set_version(path, version)
@@ -130,7 +130,7 @@ def test_a_newer_schema_is_read_and_not_written(store, path, make, caplog, versi
 def test_a_newer_schema_that_cannot_be_read_is_a_store_error(store, path):
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("ALTER TABLE records RENAME COLUMN median_ms TO median_us")
-    set_version(path, "0002")
+    set_version(path, "0003")
     with pytest.raises(StoreError, match=r"median_ms; .*upgrade autoflash"):
         Store(path, read_only=True).records()
 
@@ -139,8 +139,8 @@ NEXT_REVISION = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 
 
 def upgrade():
@@ -156,9 +156,9 @@ def next_version(tmp_path, monkeypatch):
     def install(more="pass"):
         folder = tmp_path / "migrations"
         shutil.copytree(upgrade._MIGRATIONS, folder)
-        (folder / "versions" / "0002_comment.py").write_text(NEXT_REVISION.format(more=more))
+        (folder / "versions" / "0003_comment.py").write_text(NEXT_REVISION.format(more=more))
         monkeypatch.setattr(upgrade, "_MIGRATIONS", folder)
-        monkeypatch.setattr(schema, "SCHEMA_VERSIONS", ("0001", "0002"))
+        monkeypatch.setattr(schema, "SCHEMA_VERSIONS", ("0001", "0002", "0003"))
 
     return install
 
@@ -178,31 +178,31 @@ def test_an_older_schema_is_backed_up_and_upgraded(store, path, make, next_versi
         assert len(Store(path, read_only=True).records()) == 2
         assert "comment" not in columns(path)
         upgraded = Store(path)
-    assert upgraded.schema_version == "0002"
+    assert upgraded.schema_version == "0003"
     assert "comment" in columns(path)
     assert upgraded.records() == [make.record(day=2), make.record()]
-    backup = path.with_name(f"{path.name}.backup-0001")
+    backup = path.with_name(f"{path.name}.backup-0002")
     assert "comment" not in columns(backup)
     assert integrity(backup) == "ok"
     with closing(sqlite3.connect(backup)) as raw:
         assert raw.execute("SELECT count(*) FROM records").fetchone()[0] == 2
-        assert raw.execute("SELECT * FROM autoflash_schema").fetchall() == [("0001",)]
+        assert raw.execute("SELECT * FROM autoflash_schema").fetchall() == [("0002",)]
 
 
 def test_a_backup_is_never_overwritten(store, path, next_version):
-    first = path.with_name(f"{path.name}.backup-0001")
+    first = path.with_name(f"{path.name}.backup-0002")
     first.write_bytes(b"precious")
     next_version()
     Store(path)
     assert first.read_bytes() == b"precious"
-    assert "kernel" in columns(path.with_name(f"{path.name}.backup-0001.2"))
+    assert "kernel" in columns(path.with_name(f"{path.name}.backup-0002.2"))
 
 
 def test_an_upgrade_that_fails_changes_nothing(store, path, make, next_version):
     store.add_record(make.record())
     next_version(more='op.execute("INSERT INTO nowhere VALUES (1)")')
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"schema 0002 and was left as it was: .*nowhere"):
+        with pytest.raises(StoreError, match=r"schema 0003 and was left as it was: .*nowhere"):
             Store(path)
     assert "comment" not in columns(path)
     assert Store(path, read_only=True).records() == [make.record()]
@@ -230,3 +230,19 @@ def test_threads_create_two_stores_at_once(tmp_path):
     for thread in threads:
         thread.join()
     assert found == [[]] * 6
+
+
+def test_a_file_of_the_first_schema_is_read_and_upgraded(store, path, make):
+    old = make.trial(reason="of old")
+    store.add_trial(old)
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("ALTER TABLE trials DROP COLUMN came_from")
+    set_version(path, "0001")
+    assert Store(path, read_only=True).trials(make.bucket, make.h200) == [old]
+    upgraded = Store(path)
+    new = make.trial(came_from="tpe")
+    upgraded.add_trial(new)
+    assert upgraded.trials(make.bucket, make.h200) == [old, new]
+    backup = Store(path.with_name(f"{path.name}.backup-0001"), read_only=True)
+    assert backup.trials(make.bucket, make.h200) == [old]
+    assert integrity(path) == "ok"

@@ -417,7 +417,8 @@ def test_the_first_candidate_is_waited_for(lab, store, clock):
     runner = lab.runner(recorded, Slow)
     result = run(lab, store, None, runner=runner, budget=Budget(seconds=4, trials=None))
     assert keys(runner.asked) == [default.to_json(), second.config.to_json()]
-    assert result.trials[-1].config == result.record.config == second.config
+    assert {t.config for t in result.trials} == {default, second.config}
+    assert result.record.config == second.config
     assert all(t.status is Status.crashed for t in result.trials[:-1])
 
 
@@ -538,6 +539,9 @@ def test_what_the_store_knows_is_tried_first(lab, store):
     run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=4))
     default = lab.kernel.default(lab.problem, lab.a100)
     assert [c.config for c in runner.asked] == [*(c.config for c in slow[:3]), default]
+    told = [t.came_from for t in store.trials(Bucket.of(lab.problem), lab.a100)]
+    near_label = Bucket.of(longer).label()
+    assert told == ["record", f"neighbour {near_label}", "sibling NVIDIA A100X", "default"]
 
 
 # --- Ctrl-C
