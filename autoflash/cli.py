@@ -88,6 +88,12 @@ def tune(
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Seconds per problem (60).")] = None,
     trials: Annotated[int | None, typer.Option(help="At most so many trials.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="'all', or '0,1': GPUs that share the problems.")
+    ] = None,
+    require_idle: Annotated[
+        bool, typer.Option("--require-idle", help="Refuse to start while others use a GPU.")
+    ] = False,
     db: StoreOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -109,6 +115,8 @@ def tune(
                 trials=trials,
                 store=_open_store(db),
                 listener=listener,
+                gpus=gpus,
+                require_idle=require_idle,
             )
     finally:
         if as_json:

@@ -25,6 +25,10 @@ class OutOfResourcesError(CompileError):
     """A variant compiled, but needs more shared memory or registers than the target has."""
 
 
+class BusyGpuError(AutoFlashError):
+    """The GPU is used by others, and an idle one was required."""
+
+
 class StoreError(AutoFlashError):
     """The tuning store can't be opened, read or written."""
 

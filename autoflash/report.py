@@ -24,45 +24,57 @@ if TYPE_CHECKING:
 _TOP_TRIALS = 8
 
 
+@dataclasses.dataclass
+class _Progress:
+    """Of one study that is under way."""
+
+    title: str
+    plan: StudyPlan
+    begin: float
+    best_ms: float | None = None
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def lines(self) -> str:
+        plan, tried = self.plan, sum(self.counts.values())
+        counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        seconds = time.monotonic() - self.begin
+        left = max(0.0, plan.seconds - seconds)
+        if tried:
+            left = min(left, seconds / tried * (plan.most - tried))
+        best = f"best {self.best_ms:.4f} ms" if self.best_ms is not None else "no time yet"
+        resumed = f", {plan.resumed} resumed" if plan.resumed else ""
+        rest = f"{tried} of {plan.most} ({counts or 'starting'}{resumed}), ETA {left:.0f} s"
+        return f"{self.title}\n  {best}; {rest}"
+
+
 class ProgressListener(Listener):
-    """Shows trials, the best so far and the time left; keeps the results. A context manager."""
+    """Shows trials, the best so far and the time left, of each study that is under way; keeps the
+    results. A context manager."""
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
         self.results: list[TuneResult] = []
         self._live = None if quiet else Live(console=console, refresh_per_second=4, transient=True)
-        self._begin = time.monotonic()
-        self._counts: dict[str, int] = {}
-        self._title = ""
-        self._plan = StudyPlan(space=0, resumed=0, most=0, seconds=0.0)
+        self._studies: dict[Problem, _Progress] = {}
 
     def started(self, problem: Problem, target: Target, plan: StudyPlan) -> None:
-        self._title = f"{problem.label()} on {target.name}"
-        self._plan = plan
-        self._counts = {}
-        self._begin = time.monotonic()
-        self._show(None)
+        title = f"{problem.label()} on {target.name}"
+        self._studies[problem] = _Progress(title=title, plan=plan, begin=time.monotonic())
+        self._show()
 
     def tried(self, trial: Trial, best_ms: float | None) -> None:
+        study = self._studies[trial.problem]
         status = trial.status.value
-        self._counts[status] = self._counts.get(status, 0) + 1
-        self._show(best_ms)
+        study.counts[status] = study.counts.get(status, 0) + 1
+        study.best_ms = best_ms
+        self._show()
 
     def finished(self, result: TuneResult) -> None:
+        self._studies.pop(result.problem, None)
         self.results.append(result)
 
-    def _show(self, best_ms: float | None) -> None:
-        if self._live is None:
-            return
-        plan, tried = self._plan, sum(self._counts.values())
-        counts = ", ".join(f"{count} {status}" for status, count in self._counts.items())
-        seconds = time.monotonic() - self._begin
-        left = max(0.0, plan.seconds - seconds)
-        if tried:
-            left = min(left, seconds / tried * (plan.most - tried))
-        best = f"best {best_ms:.4f} ms" if best_ms is not None else "no time yet"
-        resumed = f", {plan.resumed} resumed" if plan.resumed else ""
-        rest = f"{tried} of {plan.most} ({counts or 'starting'}{resumed}), ETA {left:.0f} s"
-        self._live.update(Text(f"{self._title}\n  {best}; {rest}"))
+    def _show(self) -> None:
+        if self._live is not None:
+            self._live.update(Text("\n".join(s.lines() for s in self._studies.values())))
 
     def __enter__(self) -> "ProgressListener":
         if self._live is not None:
@@ -114,7 +126,8 @@ def _common(trials: list[Trial]) -> Config:
 def results_table(results: list[TuneResult]) -> Table:
     """One row per study: the winner and what the search did."""
     table = Table(show_edge=False)
-    for name in ("problem", "winner", "ms", "TFLOP/s", "trials", "resumed", "space", "s"):
+    names = ("problem", "winner", "ms", "TFLOP/s", "trials", "resumed", "space", "s", "GPU")
+    for name in names:
         table.add_column(name, justify="left" if name in ("problem", "winner") else "right")
     for result in results:
         record = result.record
@@ -128,9 +141,13 @@ def results_table(results: list[TuneResult]) -> Table:
             str(result.resumed),
             str(result.space),
             f"{result.seconds:.0f}",
+            f"{result.gpu_seconds / result.seconds:.0%}" if result.gpu_seconds else "",
         )
-    paths = [f"emitted: {result.path}" for result in results if result.path]
-    table.caption = "\n".join(paths)
+    lines = [f"emitted: {result.path}" for result in results if result.path]
+    if any(result.gpu_seconds for result in results):
+        share = sum(r.gpu_seconds for r in results) / sum(r.seconds for r in results)
+        lines.append(f"the GPU was checking or timing for {share:.0%} of the time")
+    table.caption = "\n".join(lines)
     table.caption_justify = "left"
     return table
 
@@ -208,6 +225,7 @@ def result_as_dict(result: TuneResult) -> dict[str, Any]:
         "resumed": result.resumed,
         "space": result.space,
         "seconds": round(result.seconds, 2),
+        "gpu_seconds": round(result.gpu_seconds, 2),
         "path": str(result.path) if result.path else None,
         "interrupted": result.interrupted,
     }

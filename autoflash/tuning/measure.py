@@ -5,6 +5,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,13 +25,19 @@ _BAD_REASONS = {
 _NOTED_REASONS = {0x04: "power cap"}
 
 
+# What NVML calls busy over its last sample, in percent.
+_BUSY_PERCENT = 5
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """SM clock in MHz (None if NVML is silent), throttle reasons, why times are noisy if so."""
+    """SM clock in MHz (None if NVML is silent), throttle reasons, why times are noisy if so, memory
+    errors that ECC could not correct since the driver was loaded (None: not counted)."""
 
     sm_clock_mhz: int | None
     throttle: str
     noisy: str
+    ecc_errors: int | None = None
 
 
 def gpu_state(device: int = 0) -> GpuState:
@@ -38,9 +45,7 @@ def gpu_state(device: int = 0) -> GpuState:
     try:
         import pynvml
 
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        handle = _handle(device)
         clock = int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
         mask = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -50,7 +55,51 @@ def gpu_state(device: int = 0) -> GpuState:
     noted = [name for bit, name in _NOTED_REASONS.items() if mask & bit]
     others = _others({process.pid for process in running})
     reasons = bad + ([f"{others} other processes on the GPU"] if others else [])
-    return GpuState(sm_clock_mhz=clock, throttle=", ".join(bad + noted), noisy=", ".join(reasons))
+    return GpuState(
+        sm_clock_mhz=clock,
+        throttle=", ".join(bad + noted),
+        noisy=", ".join(reasons),
+        ecc_errors=_ecc_errors(handle),
+    )
+
+
+def why_busy(parents_contexts: int, device: int = 0) -> str:
+    """What others do on the GPU that torch calls ``device``, or ''; '' without NVML.
+
+    To be asked while this process has no context on it, and its parent has ``parents_contexts``.
+    """
+    try:
+        import pynvml
+
+        handle = _handle(device)
+        used = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        pids = {process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except Exception:  # noqa: BLE001 - pynvml's NVMLError has no public base but Exception
+        return ""
+    # In a container NVML tells the host's pids, and ours are not among them.
+    known = os.getppid() in pids
+    others = len(pids) - (1 if known else min(parents_contexts, len(pids)))
+    reasons = [f"{others} other processes on it"] if others else []
+    reasons += [f"busy for {used} % of the time"] if used > _BUSY_PERCENT else []
+    return ", ".join(reasons)
+
+
+def _handle(device: int) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+
+
+def _ecc_errors(handle: Any) -> int | None:
+    import pynvml
+
+    kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    try:
+        return int(pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds))
+    except Exception:  # noqa: BLE001 - as above; GPUs without ECC say so here
+        return None
 
 
 def _others(pids: set[int]) -> int:
@@ -119,6 +168,8 @@ def summarize(times: list[float], before: GpuState, after: GpuState) -> Measurem
     """Median and quantiles of ``times`` with the state they were taken in."""
     ordered = sorted(times)
     noisy = before.noisy or after.noisy
+    if None not in (before.ecc_errors, after.ecc_errors) and before.ecc_errors != after.ecc_errors:
+        noisy = ", ".join([*([noisy] if noisy else []), "memory errors"])
     return Measurement(
         median_ms=statistics.median(ordered),
         p20_ms=ordered[len(ordered) // 5],

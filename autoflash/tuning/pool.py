@@ -28,7 +28,11 @@ class WorkerTimeoutError(AutoFlashError):
 class Worker:
     """One worker process. Not thread-safe: each belongs to one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str | None = None) -> None:
+        """``gpu``: the one that it sees alone, by its name in CUDA_VISIBLE_DEVICES."""
+        self._environment = {"OMP_NUM_THREADS": "1"}
+        if gpu is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = gpu
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._started = False
@@ -97,7 +101,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **self._environment},
             )
             self._kill_if_closed()
         return self._process

@@ -1,6 +1,7 @@
 """What a study is given, what it tells while it runs, and what it leaves."""
 
 import dataclasses
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class StudyPlan:
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
     """What a study found: the record it stored (None if nothing survived), its trials (those taken
-    over from an earlier run first), how it went."""
+    over from an earlier run first), how it went. ``gpu_seconds``: the GPU checked or timed."""
 
     problem: Problem
     target: Target
@@ -58,6 +59,7 @@ class TuneResult:
     space: int
     seconds: float
     path: Path | None
+    gpu_seconds: float = 0.0
     interrupted: bool = False
 
 
@@ -72,6 +74,26 @@ class Listener:
 
     def finished(self, result: TuneResult) -> None:
         """A study ended."""
+
+
+class OneAtATime(Listener):
+    """Hands on to ``listener`` what several threads tell, one call at a time."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._lock = threading.Lock()
+
+    def started(self, problem: Problem, target: Target, plan: StudyPlan) -> None:
+        with self._lock:
+            self._listener.started(problem, target, plan)
+
+    def tried(self, trial: Trial, best_ms: float | None) -> None:
+        with self._lock:
+            self._listener.tried(trial, best_ms)
+
+    def finished(self, result: TuneResult) -> None:
+        with self._lock:
+            self._listener.finished(result)
 
 
 def emitted_path(record: TuningRecord | None) -> Path | None:

@@ -1,7 +1,9 @@
 """How candidates are compiled and timed: live workers, or a replay of recorded trials."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from autoflash.errors import AutoFlashError
@@ -41,34 +43,57 @@ class Runner(Protocol):
         ...
 
 
-class LiveRunner:
-    """Workers on this machine: ``workers`` that compile, and one with the GPU.
+@contextmanager
+def live_runners(
+    workers: int, target: Target | None = None, gpus: Sequence[str | None] = (None,)
+) -> "Iterator[list[LiveRunner]]":
+    """A runner for each of ``gpus`` (see LiveRunner), which share ``workers`` compilers.
 
-    Without ``target`` the GPU that is present is asked who it is; with one only ``compile`` works.
-    Owns its processes: use it as a context manager. They have started when it is there, so that a
-    short budget isn't spent on imports.
+    All processes have started when they are there, so that a short budget isn't spent on imports.
+    """
+    share = max(1, workers // len(gpus))
+    with WorkerPool(workers) as pool, ExitStack() as stack:
+        starts = [pool.submit({"do": "start"}, COMPILE_LIMIT_S) for _ in range(workers)]
+        runners = [stack.enter_context(LiveRunner(pool, share, target, gpu)) for gpu in gpus]
+        # One that can't start says so when it is asked to compile.
+        wait(starts)
+        yield runners
+
+
+class LiveRunner:
+    """Workers on this machine: those of ``pool`` compile, one of its own has the GPU.
+
+    Without ``target`` the GPU is asked who it is; with one only ``compile`` works. ``gpu`` is the
+    one to use, by its name in CUDA_VISIBLE_DEVICES. Owns its process: use it as a context manager.
     """
 
-    def __init__(self, workers: int, target: Target | None = None) -> None:
+    # Why the GPU was not idle when the runner was made, or ''.
+    busy = ""
+
+    def __init__(
+        self, pool: WorkerPool, workers: int, target: Target | None = None, gpu: str | None = None
+    ) -> None:
+        """``workers``: its share of the pool."""
         self.workers = workers
-        self._pool = WorkerPool(workers)
-        self._gpu = Worker()
-        starts = [self._pool.submit({"do": "start"}, COMPILE_LIMIT_S) for _ in range(workers)]
+        self._pool = pool
+        self._gpu = Worker(gpu)
         if target is None:
             try:
-                found = self._gpu.ask({"do": "describe"}, 60)
+                # Asked of torch only if it is there: the parent makes no context.
+                torch = sys.modules.get("torch")
+                contexts = int(torch is not None and torch.cuda.is_initialized())
+                found = self._gpu.ask({"do": "describe", "parents_contexts": contexts}, 60)
             except BaseException:
                 self.close()
                 raise
             self.target = Target(**found["target"])
             self.versions: dict[str, str] = found["versions"]
+            self.busy = found["busy"]
         else:
             from autoflash.tuning.versions import versions
 
             self.target = target
             self.versions = versions()
-        # One that can't start says so when it is asked to compile.
-        wait(starts)
 
     def compile(self, problem: Problem, candidate: Candidate) -> "Future[Outcome]":
         message = self._message("compile", problem, candidate)
@@ -100,7 +125,6 @@ class LiveRunner:
         return [Outcome.from_message(item) for item in answer["outcomes"]]
 
     def close(self) -> None:
-        self._pool.close()
         self._gpu.stop()
 
     def __enter__(self) -> "LiveRunner":

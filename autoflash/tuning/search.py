@@ -78,12 +78,16 @@ class Search:
         self._feasible = {_key(c): c for c in candidates}
         self._ranking: Iterator[Candidate] = iter(candidates)
         self._brute_force = brute_force
-        self._first = [c for c in first if _key(c) in self._feasible]
-        self._first += spread(candidates, _FROM_RANKING)
+        self._first = spread(candidates, _FROM_RANKING)
+        self.advise(first)
         self._taken: set[str] = set()
         self._open: dict[str, optuna.trial.Trial] = {}
         self._kernels = {c.kernel.name: c.kernel for c in candidates}
         self._study = _create_study(seed)
+
+    def advise(self, first: Iterable[Candidate]) -> None:
+        """Try these before anything else, those that are feasible."""
+        self._first = [c for c in first if _key(c) in self._feasible] + self._first
 
     @property
     def size(self) -> int:

@@ -2,10 +2,11 @@
 
 import itertools
 import logging
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
@@ -24,6 +25,7 @@ from autoflash.tuning.progress import (
     make_record,
     make_trial,
 )
+from autoflash.tuning.retries import Retries
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import Search, ranked
 from autoflash.tuning.versions import time_stamp
@@ -46,92 +48,178 @@ _COMPILE_S = 4.0
 
 
 def tune_one(
-    problem: Problem, runner: Runner, store: Store, budget: Budget, listener: Listener
+    problem: Problem,
+    runner: Runner,
+    store: Store,
+    budget: Budget,
+    listener: Listener,
+    before_finals: Callable[[], None] = lambda: None,
+    stop: threading.Event | None = None,
 ) -> TuneResult:
     """One study on a GPU that is present (or recorded)."""
-    study = _Study(problem, runner, store, listener)
-    begin = time.monotonic()
-    finals_s = min(_FINALS_S, 0.15 * budget.seconds)
-    interrupted = False
-    try:
-        study.run(begin + budget.seconds - finals_s, budget)
-        record = study.conclude(interleaved=True)
-    except KeyboardInterrupt:
-        interrupted = True
-        record = study.conclude(interleaved=False)
-    result = TuneResult(
-        problem=problem,
-        target=runner.target,
-        record=record,
-        trials=study.trials,
-        resumed=study.resumed,
-        space=len(study.candidates),
-        seconds=time.monotonic() - begin,
-        path=emitted_path(record),
-        interrupted=interrupted,
-    )
-    listener.finished(result)
-    return result
+    study = Study(problem, runner, store, budget, listener, stop or threading.Event())
+    return study.tune(before_finals)
 
 
-@dataclass
-class _Study:
-    problem: Problem
-    runner: Runner
-    store: Store
-    listener: Listener
-    trials: list[Trial] = field(default_factory=list)
-    resumed: int = 0
+def tune_each(
+    problems: Iterator[Problem],
+    runner: Runner,
+    store: Store,
+    budget: Budget,
+    listener: Listener,
+    stop: threading.Event,
+) -> Iterator[TuneResult]:
+    """A study of each problem in turn; the next one's first candidates compile during the finals,
+    so that the GPU doesn't wait for them. Ends early when ``stop`` is set."""
+    following: list[Study] = []
 
-    def __post_init__(self) -> None:
-        self.kernels = kernels_for(self.problem, self.runner.target)
-        self.candidates = ranked(self.kernels, self.problem, self.runner.target)
+    def prepare() -> None:
+        problem = None if stop.is_set() else next(problems, None)
+        if problem is not None:
+            following.append(Study(problem, runner, store, budget, listener, stop))
+            following[-1].compile_ahead()
+
+    prepare()
+    while following:
+        result = following.pop().tune(prepare)
+        yield result
+        if result.interrupted:
+            break
+    for study in following:
+        study.abandon()
+
+
+class Study:
+    """A study under way: what has been tried, and what is being compiled."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        runner: Runner,
+        store: Store,
+        budget: Budget,
+        listener: Listener,
+        stop: threading.Event,
+    ) -> None:
+        self.problem = problem
+        self.runner = runner
+        self.store = store
+        self.budget = budget
+        self.listener = listener
+        self.stop = stop
+        self.trials: list[Trial] = []
+        self.resumed = 0
+        self.kernels = kernels_for(problem, runner.target)
+        self.candidates = ranked(self.kernels, problem, runner.target)
         self._defaults = [
             Candidate(kernel=kernel, config=config, came_from="default")
             for kernel in self.kernels
-            for config in kernel.defaults(self.problem, self.runner.target)[:1]
+            for config in kernel.defaults(problem, runner.target)[:1]
         ]
+        self._search: Search | None = None
+        self._asked = 0
+        self._waiting: dict[Future[Outcome], Candidate] = {}
+        self._noisy = Retries(hopeless=_GIVE_UP)
+        self._gpu_seconds = 0.0
 
-    def run(self, deadline: float, budget: Budget) -> None:
+    def tune(self, before_finals: Callable[[], None]) -> TuneResult:
+        """Search, re-time the finalists, store the records; Ctrl-C ends it with the best so far."""
+        begin = time.monotonic()
+        finals_s = min(_FINALS_S, 0.15 * self.budget.seconds)
+        interrupted = False
+        try:
+            self.run(begin + self.budget.seconds - finals_s)
+            interrupted = self.stop.is_set()
+            if not interrupted:
+                before_finals()
+            record = self.conclude(interleaved=not interrupted)
+        except KeyboardInterrupt:
+            interrupted = True
+            self.abandon()
+            record = self.conclude(interleaved=False)
+        seconds = time.monotonic() - begin
+        result = TuneResult(
+            problem=self.problem,
+            target=self.runner.target,
+            record=record,
+            trials=self.trials,
+            resumed=self.resumed,
+            space=len(self.candidates),
+            seconds=seconds,
+            gpu_seconds=min(self._gpu_seconds, seconds),
+            path=emitted_path(record),
+            interrupted=interrupted,
+        )
+        self.listener.finished(result)
+        return result
+
+    def compile_ahead(self) -> None:
+        """Start to compile the first candidates; may be called before ``tune``."""
+        self._fill(self._open_search())
+
+    def abandon(self) -> None:
+        """Take what waits to be compiled off the queue."""
+        for future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+
+    def run(self, deadline: float) -> None:
         """Try candidates until the budget or the space ends."""
-        limit = budget.trials
-        capacity = self.runner.workers * budget.seconds / _COMPILE_S
-        brute_force = len(self.candidates) <= (limit or capacity)
-        self.search = Search(self.candidates, brute_force=brute_force, first=self._advice())
-        for trial in self._past():
-            self.resumed += 1
-            self._learn(Candidate(kernel=KERNELS[trial.kernel], config=trial.config), trial)
+        search = self._open_search()
+        # Records that were stored since the first ones were asked for.
+        search.advise(self._advice())
         unseen = len(self.candidates) - self.resumed
+        limit = self.budget.trials
         plan = StudyPlan(
             space=len(self.candidates),
             resumed=self.resumed,
             most=unseen if limit is None else min(unseen, limit),
-            seconds=budget.seconds,
+            seconds=self.budget.seconds,
         )
         self.listener.started(self.problem, self.runner.target, plan)
-        waiting: dict[Future[Outcome], Candidate] = {}
-        depth = 2 * self.runner.workers
-        asked = 0
-        while (left := self._seconds_left(deadline, waiting.values())) > 0:
-            may_ask = time.monotonic() < deadline
-            while may_ask and len(waiting) < depth and (limit is None or asked < limit):
-                candidate = self.search.ask()
-                if candidate is None:
-                    break
-                asked += 1
-                waiting[self.runner.compile(self.problem, candidate)] = candidate
-            if not waiting:
+        while (left := self._seconds_left(deadline, self._waiting.values())) > 0:
+            if time.monotonic() < deadline:
+                self._fill(search)
+            again = self._noisy.due(self._best_ms(), nothing_else=not self._waiting)
+            if again is not None:
+                self._try(*again)
+            elif not self._waiting:
                 break
-            for future in wait(waiting, left, FIRST_COMPLETED).done:
-                left = self._seconds_left(deadline, [waiting[future]])
-                candidate = waiting.pop(future)
+            for future in wait(self._waiting, left, FIRST_COMPLETED).done:
+                left = self._seconds_left(deadline, [self._waiting[future]])
+                candidate = self._waiting.pop(future)
                 if left > 0:
                     self._finish(candidate, future.result())
-        for future in waiting:
-            future.cancel()
+        self.abandon()
+
+    def _open_search(self) -> Search:
+        """The search, told of what an earlier run has tried."""
+        if self._search is None:
+            limit = self.budget.trials
+            capacity = self.runner.workers * self.budget.seconds / _COMPILE_S
+            brute_force = len(self.candidates) <= (limit or capacity)
+            first = self._advice()
+            self._search = Search(self.candidates, brute_force=brute_force, first=first)
+            for trial in self._past():
+                self.resumed += 1
+                candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
+                self._learn(candidate, trial)
+        return self._search
+
+    def _fill(self, search: Search) -> None:
+        """Keep every compiler busy."""
+        limit = self.budget.trials
+        while len(self._waiting) < 2 * self.runner.workers:
+            candidate = None if limit is not None and self._asked >= limit else search.ask()
+            if candidate is None:
+                break
+            self._asked += 1
+            self._waiting[self.runner.compile(self.problem, candidate)] = candidate
 
     def _seconds_left(self, deadline: float, waiting: Iterable[Candidate]) -> float:
         """Until the end, with ``waiting`` under way."""
+        if self.stop.is_set():
+            return 0.0
         # A small budget may end while the first ones still compile. A record must not be worse than
         # what is served without one: a default is waited for, and at least one candidate.
         owed = any(candidate in self._defaults for candidate in waiting)
@@ -152,7 +240,9 @@ class _Study:
         measured = {i: t.measurement for i, t in enumerate(finalists) if t.measurement}
         if interleaved:
             candidates = [Candidate(kernel=KERNELS[t.kernel], config=t.config) for t in finalists]
+            begin = time.monotonic()
             outcomes = self.runner.interleave(self.problem, candidates, _ROUNDS)
+            self._gpu_seconds += time.monotonic() - begin
             again = {i: o.measurement for i, o in enumerate(outcomes) if o.measurement}
             measured = again or measured
         winners = [
@@ -166,24 +256,30 @@ class _Study:
         return records[0]
 
     def _finish(self, candidate: Candidate, compiled: Outcome) -> None:
-        outcome = compiled
         if compiled.status is TrialStatus.ok:
-            best = self._best_ms()
-            give_up = best * _GIVE_UP if best is not None else None
-            measured = self.runner.measure(self.problem, candidate, give_up)
-            outcome = Outcome(
-                status=measured.status,
-                reason=measured.reason,
-                measurement=measured.measurement,
-                resources=compiled.resources,
-            )
+            self._try(candidate, compiled)
+        else:
+            self._keep(candidate, compiled)
+
+    def _try(self, candidate: Candidate, compiled: Outcome) -> None:
+        """Check and time a candidate; one that was timed on a busy GPU has its turn again later."""
+        best = self._best_ms()
+        give_up = best * _GIVE_UP if best is not None else None
+        begin = time.monotonic()
+        measured = self.runner.measure(self.problem, candidate, give_up)
+        self._gpu_seconds += time.monotonic() - begin
+        outcome = replace(measured, resources=compiled.resources)
+        self._noisy.note(candidate, outcome)
+        self._keep(candidate, outcome)
+
+    def _keep(self, candidate: Candidate, outcome: Outcome) -> None:
         trial = make_trial(self.problem, self.runner, candidate, outcome)
         self.store.add_trial(trial)
         self._learn(candidate, trial)
         self.listener.tried(trial, self._best_ms())
 
     def _learn(self, candidate: Candidate, trial: Trial) -> None:
-        self.search.tell(candidate, _ms(trial))
+        self._open_search().tell(candidate, _ms(trial))
         self.trials.append(trial)
 
     def _best_ms(self) -> float | None:
@@ -260,7 +356,9 @@ def _ms(trial: Trial) -> float | None:
 
 def _timed(trials: Sequence[Trial]) -> list[Trial]:
     """Trials with a time; the clean ones alone, unless all are noisy."""
-    timed = [t for t in trials if _ms(t) is not None]
+    # The last word on each candidate: a noisy one may have been timed again.
+    last = {(trial.kernel, trial.config): trial for trial in trials}.values()
+    timed = [t for t in last if _ms(t) is not None]
     return [t for t in timed if t.status is TrialStatus.ok] or timed
 
 

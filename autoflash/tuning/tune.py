@@ -1,17 +1,18 @@
 """tune(): from problems to stored records, on the GPU that is here or for one that isn't."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.errors import BusyGpuError, InvalidInputError, UnsupportedError
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.settings import settings
 from autoflash.store.store import Store
 from autoflash.target import Target, gpu_is_present, named_target
+from autoflash.tuning.gpus import gpu_names
 from autoflash.tuning.offline import tune_offline
-from autoflash.tuning.progress import Budget, Listener, TuneResult
-from autoflash.tuning.runner import LiveRunner
-from autoflash.tuning.study import tune_one
+from autoflash.tuning.progress import Budget, Listener, OneAtATime, TuneResult
+from autoflash.tuning.runner import Runner, live_runners
+from autoflash.tuning.side_by_side import forget_plans, tune_on
 
 DEFAULT_BUDGET_S = 60.0
 
@@ -24,6 +25,8 @@ def tune(
     trials: int | None = None,
     store: Store | None = None,
     listener: Listener | None = None,
+    gpus: str | Sequence[int] | None = None,
+    require_idle: bool = False,
 ) -> list[TuneResult]:
     """Find, check, time and store the best config of each problem.
 
@@ -34,15 +37,17 @@ def tune(
         budget_s: wall-clock seconds per problem, 60 by default, compiling included.
         trials: at most so many candidates per problem.
         store: where records and trials go; by default the user's store.
-        listener: hears of progress.
+        listener: hears of progress; with several GPUs from several threads, one call at a time.
+        gpus: 'all', or places among the GPUs that are visible, such as [0, 1]: they share the
+            problems, each with a worker of its own. By default the first alone.
+        require_idle: refuse to start while others use a GPU.
 
     Raises:
         UnsupportedError: no GPU and no target named, or a problem that no kernel serves there.
+        BusyGpuError: others use a GPU, and ``require_idle``.
         StoreError: the store can't be opened or written; before any trial is run.
     On KeyboardInterrupt the best so far is stored, then it is raised again. Running again resumes.
     """
-    from autoflash.runtime.dispatch import forget
-
     todo = [problems] if isinstance(problems, Problem) else list(problems)
     for problem in todo:
         if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
@@ -50,21 +55,32 @@ def tune(
     budget = Budget(seconds=DEFAULT_BUDGET_S if budget_s is None else budget_s, trials=trials)
     wanted = named_target(target) if isinstance(target, str) else target
     store = store or Store(settings().db_path)
-    listener = listener or Listener()
     absent = wanted if wanted is not None and not _is_present(wanted) else None
     if wanted is None and not gpu_is_present():
         raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
+    if absent and gpus is not None:
+        raise InvalidInputError(f"gpus={gpus!r}: {absent.name} is not here, nothing runs on a GPU")
+    listener = OneAtATime(listener or Listener())
+    with live_runners(settings().workers, absent, gpu_names(gpus)) as runners:
+        for runner in runners:
+            for problem in todo:
+                kernels_for(problem, runner.target)
+            if require_idle and runner.busy:
+                raise BusyGpuError(f"{runner.target.name} is not idle: {runner.busy}")
+        if absent:
+            return _tune_offline(todo, runners[0], store, budget, listener)
+        return tune_on(runners, todo, store, budget, listener)
+
+
+def _tune_offline(
+    todo: list[Problem], runner: Runner, store: Store, budget: Budget, listener: Listener
+) -> list[TuneResult]:
     results = []
-    with LiveRunner(settings().workers, absent) as runner:
-        for problem in todo:
-            kernels_for(problem, runner.target)
-        study = tune_offline if absent else tune_one
-        for problem in todo:
-            result = study(problem, runner, store, budget, listener)
-            forget()
-            results.append(result)
-            if result.interrupted:
-                raise KeyboardInterrupt
+    for problem in todo:
+        results.append(tune_offline(problem, runner, store, budget, listener))
+        forget_plans()
+        if results[-1].interrupted:
+            raise KeyboardInterrupt
     return results
 
 

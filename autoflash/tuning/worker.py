@@ -33,11 +33,14 @@ def describe(message: Message) -> Message:
     import torch
 
     from autoflash.target import current_target
+    from autoflash.tuning.measure import why_busy
     from autoflash.tuning.versions import versions
 
-    del message
+    # Before a context of ours is on it.
+    busy = why_busy(message["parents_contexts"])
     torch.cuda.init()
-    return {"target": dataclasses.asdict(current_target()), "versions": versions()}
+    target = dataclasses.asdict(current_target())
+    return {"target": target, "versions": versions(), "busy": busy}
 
 
 def start(message: Message) -> Message:

@@ -275,8 +275,9 @@ def test_every_trial_is_stored_with_its_status_and_reason(lab, store):
     }  # fmt: skip
     recorded = lab.trials(statuses)
     result = run(lab, store, recorded)
-    stored = {t.config: t for t in store.trials(Bucket.of(lab.problem), lab.a100)}
-    assert list(stored.values()) == result.trials
+    rows = store.trials(Bucket.of(lab.problem), lab.a100)
+    assert rows == result.trials
+    stored = {t.config: t for t in rows}
     assert len(stored) == 24
     for place, trial in enumerate(recorded):
         found = stored[trial.config]
@@ -611,18 +612,18 @@ def test_an_interruption_before_anything_was_timed(lab, store):
 
 
 class Live:
-    """Stands in for LiveRunner: a recorded one that can be entered."""
+    """Stands in for live_runners: recorded ones."""
 
-    def __init__(self, runner):
-        self.runner = runner
+    def __init__(self, *runners):
+        self.runners = runners
         self.made_with = []
 
-    def __call__(self, workers, target):
-        self.made_with.append((workers, target))
+    def __call__(self, workers, target, gpus):
+        self.made_with.append((workers, target, gpus))
         return self
 
     def __enter__(self):
-        return self.runner
+        return self.runners
 
     def __exit__(self, *unused):
         self.made_with.append("closed")
@@ -634,7 +635,7 @@ def present(lab, monkeypatch):
 
     def install(trials, kind=RecordedRunner):
         live = Live(lab.runner(trials, kind))
-        monkeypatch.setattr(loop, "LiveRunner", live)
+        monkeypatch.setattr(loop, "live_runners", live)
         monkeypatch.setattr(loop, "gpu_is_present", lambda: True)
         monkeypatch.setattr("torch.cuda.get_device_name", lambda: lab.a100.name)
         monkeypatch.setenv("AUTOFLASH_WORKERS", "3")
@@ -652,7 +653,7 @@ def test_tune_on_the_gpu_that_is_present(lab, store, present, target):
     assert [r.problem for r in results] == [lab.problem, longer]
     assert [r.record.config for r in results] == [trials[0].config, others[0].config]
     assert {r.record.kind for r in results} == {"measured"}
-    assert live.made_with == [(3, None), "closed"]
+    assert live.made_with == [(3, None, [None]), "closed"]
 
 
 def test_tune_takes_one_problem_and_the_users_store(lab, present):

@@ -12,7 +12,7 @@ from autoflash.errors import UnsupportedError
 from autoflash.problem import Problem
 from autoflash.store.record import Measurement
 from autoflash.tuning.bench import PEERS, bench_problem, implementation
-from autoflash.tuning.measure import GpuState, gpu_state, summarize
+from autoflash.tuning.measure import GpuState, gpu_state, summarize, why_busy
 
 PROBLEM = Problem(
     batch=1, heads=2, kv_heads=1, seqlen_q=16, seqlen_k=16, head_dim=64, head_dim_v=64,
@@ -57,7 +57,7 @@ def test_the_state_decides_what_is_noisy(before, after, noisy, throttle, clock):
     assert (found.noisy, found.throttle, found.sm_clock_mhz) == (noisy, throttle, clock)
 
 
-def nvml(mask, pids):
+def nvml(mask, pids, ecc_errors=0, used=0):
     """What pynvml says of the one GPU there is."""
 
     def handle_of(uuid):
@@ -66,6 +66,10 @@ def nvml(mask, pids):
 
     return SimpleNamespace(
         NVML_CLOCK_SM=1,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=2,
+        NVML_VOLATILE_ECC=3,
+        nvmlDeviceGetTotalEccErrors=lambda handle, *kinds: {(2, 3): ecc_errors}[kinds],
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=used),
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=handle_of,
         nvmlDeviceGetClockInfo=lambda handle, kind: {("handle", 1): 1980}[handle, kind],
@@ -91,14 +95,60 @@ def nvml(mask, pids):
 )
 def test_what_the_driver_says(monkeypatch, mask, others, throttle, noisy):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(mask, [os.getpid(), *others]))
+    one_gpu(monkeypatch)
+    expected = GpuState(sm_clock_mhz=1980, throttle=throttle, noisy=noisy, ecc_errors=0)
+    assert gpu_state() == expected
+
+
+def one_gpu(monkeypatch):
     properties = SimpleNamespace(uuid="1234")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    assert gpu_state() == GpuState(sm_clock_mhz=1980, throttle=throttle, noisy=noisy)
+
+
+def test_a_memory_error_makes_a_time_noisy():
+    before, after = (dataclasses.replace(CLEAN, ecc_errors=n) for n in (1, 2))
+    assert summarize([1.0], before, before).noisy is False
+    found = summarize([1.0], before, after)
+    assert (found.noisy, found.throttle) == (True, "memory errors")
+    found = summarize([1.0], before, dataclasses.replace(BUSY, ecc_errors=2))
+    assert found.throttle == "1 other processes on the GPU, memory errors"
+    # A GPU that doesn't count them.
+    assert summarize([1.0], CLEAN, dataclasses.replace(CLEAN, ecc_errors=2)).noisy is False
+
+
+def test_a_gpu_without_ecc(monkeypatch):
+    driver = nvml(0, [os.getpid()])
+    del driver.nvmlDeviceGetTotalEccErrors
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    one_gpu(monkeypatch)
+    assert gpu_state() == CLEAN
+
+
+@pytest.mark.parametrize(
+    ("pids", "contexts", "used", "reason"),
+    [
+        ([], 0, 0, ""),
+        ([], 0, 5, ""),
+        ([os.getppid()], 0, 0, ""),
+        ([os.getppid(), 1], 0, 80, "1 other processes on it, busy for 80 % of the time"),
+        # Another container's names for processes: the parent's own context is among them.
+        ([7], 1, 0, ""),
+        ([7], 0, 0, "1 other processes on it"),
+        ([7, 8], 1, 0, "1 other processes on it"),
+        ([], 1, 0, ""),
+        ([], 0, 6, "busy for 6 % of the time"),
+    ],
+)
+def test_why_a_gpu_is_busy(monkeypatch, pids, contexts, used, reason):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(0, pids, used=used))
+    one_gpu(monkeypatch)
+    assert why_busy(contexts) == reason
 
 
 def test_without_nvml_nothing_is_known(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_state() == GpuState(sm_clock_mhz=None, throttle="", noisy="")
+    assert why_busy(1) == ""
 
 
 def test_bench_needs_a_gpu(monkeypatch):

@@ -17,7 +17,7 @@ from autoflash.tuning.job import Candidate, Outcome, study_message
 from autoflash.tuning.offline import predict, tune_offline
 from autoflash.tuning.progress import Budget, Listener, StudyPlan
 from autoflash.tuning.resources import Resources
-from autoflash.tuning.runner import LiveRunner, RecordedRunner
+from autoflash.tuning.runner import RecordedRunner, live_runners
 from autoflash.tuning.tune import tune
 from autoflash.tuning.worker import compile_candidate
 
@@ -91,7 +91,7 @@ def test_a_real_binary_that_spills_is_dropped(lab):
     candidate = Candidate(kernel=lab.kernel, config=lab.kernel.space.parse(fields))
     problem = dataclasses.replace(PROBLEM, seqlen_q=256, seqlen_k=256)
     assert "registers" in lab.kernel.space.why_not(candidate.config, problem, H100)
-    with LiveRunner(1, H100) as runner:
+    with live_runners(1, H100) as (runner,):
         outcome = runner.compile(problem, candidate).result(timeout=180)
         assert outcome.status is TrialStatus.ok
         assert outcome.resources.registers <= 128

@@ -16,7 +16,7 @@ from autoflash.target import named_target
 from autoflash.tuning.job import Candidate, Outcome, study_from_message, study_message
 from autoflash.tuning.pool import Worker, WorkerDiedError, WorkerPool, WorkerTimeoutError
 from autoflash.tuning.resources import Resources
-from autoflash.tuning.runner import LiveRunner
+from autoflash.tuning.runner import live_runners
 
 H100 = named_target("h100")
 
@@ -101,8 +101,8 @@ def test_without_a_gpu_nothing_is_described(monkeypatch):
     """CUDA_VISIBLE_DEVICES hides the GPU of a machine that has one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     before = children()
-    with pytest.raises(WorkerDiedError):
-        LiveRunner(1)
+    with pytest.raises(WorkerDiedError), live_runners(1):
+        pass
     assert children() == before
 
 
