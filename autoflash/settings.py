@@ -8,6 +8,7 @@
 | AUTOFLASH_WORKERS    | compiler processes while tuning                | this process's cores |
 | AUTOFLASH_SHIPPED_DB | 0 ignores the records that ship                | 1                    |
 | AUTOFLASH_ORIGIN     | label of this host in new records              | host name            |
+| CUDA_VISIBLE_DEVICES | the GPUs of which a tune takes some            | all                  |
 """
 
 import os
@@ -30,6 +31,7 @@ class Settings:
     workers: int
     use_shipped_records: bool
     origin: str
+    visible_gpus: tuple[str, ...]
 
 
 def settings() -> Settings:
@@ -37,6 +39,7 @@ def settings() -> Settings:
     mode = os.environ.get("AUTOFLASH_MODE", "lookup")
     if mode not in MODES:
         raise InvalidInputError(f"AUTOFLASH_MODE={mode!r}: must be one of {', '.join(MODES)}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return Settings(
         db_path=_path("AUTOFLASH_DB") or _default_dir("data") / "autoflash.sqlite",
         cache_dir=_path("AUTOFLASH_CACHE_DIR") or _default_dir("cache") / "kernels",
@@ -44,6 +47,7 @@ def settings() -> Settings:
         workers=_workers(),
         use_shipped_records=os.environ.get("AUTOFLASH_SHIPPED_DB", "1") != "0",
         origin=os.environ.get("AUTOFLASH_ORIGIN", socket.gethostname())[:64],
+        visible_gpus=tuple(map(str.strip, visible.split(","))) if visible else (),
     )
 
 

@@ -12,7 +12,7 @@ from autoflash.settings import Settings, settings
 
 VARIABLES = [
     "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_WORKERS",
-    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN",
+    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN", "CUDA_VISIBLE_DEVICES",
 ]  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def test_defaults(unset):
         workers=len(os.sched_getaffinity(0)),
         use_shipped_records=True,
         origin=socket.gethostname()[:64],
+        visible_gpus=(),
     )
     assert list(unset.iterdir()) == []
 
@@ -45,6 +46,7 @@ def test_all_set(unset, monkeypatch):
     monkeypatch.setenv("AUTOFLASH_WORKERS", "3")
     monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")
     monkeypatch.setenv("AUTOFLASH_ORIGIN", "x" * 100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
     assert settings() == Settings(
         db_path=unset / "my" / "store.sqlite",
         cache_dir=Path.cwd() / "kernels",
@@ -52,6 +54,7 @@ def test_all_set(unset, monkeypatch):
         workers=3,
         use_shipped_records=False,
         origin="x" * 64,
+        visible_gpus=("3", "GPU-ab"),
     )
 
 

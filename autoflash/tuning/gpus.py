@@ -1,9 +1,9 @@
 """Which GPUs of this host a tune uses, by the names that CUDA_VISIBLE_DEVICES takes."""
 
-import os
 from collections.abc import Sequence
 
 from autoflash.errors import InvalidInputError
+from autoflash.settings import settings
 
 
 def gpu_names(wanted: str | Sequence[int] | None) -> list[str | None]:
@@ -25,10 +25,8 @@ def gpu_names(wanted: str | Sequence[int] | None) -> list[str | None]:
     for place in places:
         if not 0 <= place < count:
             raise InvalidInputError(f"gpus={wanted!r}: {place} is none of the {count} GPUs here")
-    # Not a setting of ours: a worker must be given a part of what its parent was given.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = visible if len(visible) >= count and visible[0] else [str(i) for i in range(count)]
-    return [names[place].strip() for place in places]
+    visible = settings().visible_gpus
+    return [visible[place] if len(visible) >= count else str(place) for place in places]
 
 
 def _places(wanted: str | Sequence[int]) -> list[int]:
