@@ -1,6 +1,7 @@
 """attention() and explain(): documentation and validation, nothing else."""
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,9 @@ class Explanation:
 
     ``how``: tuned, neighbour, predicted or default (or reference, on the CPU). ``layer``: where the
     record came from. ``path``: the emitted file. ``tune``: the command that tunes this problem.
-    ``pipeline``: how a program of the kernel divides its work, in lines.
+    ``pipeline``: how a program of the kernel divides its work, in lines. ``expected_loss``: of a
+    neighbour's config, what it lost against the best on the other problems where it was tried, in
+    the median, as a fraction of time; None where no trial says.
     """
 
     problem: str
@@ -142,6 +145,7 @@ class Explanation:
     path: Path | None
     tune: str
     pipeline: tuple[str, ...] = ()
+    expected_loss: float | None = None
 
     def __str__(self) -> str:
         config = " ".join(f"{name}={value}" for name, value in self.config.items())
@@ -161,7 +165,7 @@ def explain(
     With op "bwd", which one computes its gradients, all three of them, for a gradient of out that
     lies as out does. Compiles and launches nothing. Raises like ``attention``.
     """
-    from autoflash.runtime.choose import choose, tune_command
+    from autoflash.runtime.choose import choose, losses_elsewhere, tune_command
     from autoflash.runtime.inputs import access_of, check_tensors, output_like, problem_of
     from autoflash.target import current_target
 
@@ -188,6 +192,7 @@ def explain(
         same = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
         access = replace(access, repeatable=same)
     choice = choose(problem, target, access)
+    losses = losses_elsewhere(choice) if choice.how == "neighbour" else []
     return Explanation(
         problem=problem.label(),
         target=target.name,
@@ -195,10 +200,21 @@ def explain(
         config=dict(choice.config),
         how=choice.how,
         layer=choice.layer,
-        why=choice.why,
+        why=choice.why + (_loss_in_words(losses) if choice.how == "neighbour" else ""),
         path=emit(render(choice.kernel, problem, choice.config)),
         tune=tune_command(problem),
         pipeline=tuple(choice.kernel.pipeline(problem, choice.config)),
+        expected_loss=statistics.median(losses) if losses else None,
+    )
+
+
+def _loss_in_words(losses: list[float]) -> str:
+    if not losses:
+        return "; what that loses is not known: no trial of its config on another problem"
+    several = f"{len(losses)} other problems" if len(losses) > 1 else "another problem"
+    return (
+        f"; on {several} where it was tried it was {statistics.median(losses):.1%} slower than "
+        f"the best (at most {max(losses):.1%})"
     )
 
 

@@ -557,3 +557,15 @@ def test_a_row_that_sees_no_key_adds_nothing_whatever_it_holds():
     out = attention(*leaves, causal=True)
     for grad in torch.autograd.grad(out.square().sum(), leaves)[1:]:
         assert bool(torch.isfinite(grad).all())
+
+
+def test_the_loss_of_a_neighbours_config_in_words():
+    from autoflash.api import _loss_in_words
+
+    assert "is not known" in _loss_in_words([])
+    assert _loss_in_words([0.021]) == (
+        "; on another problem where it was tried it was 2.1% slower than the best (at most 2.1%)"
+    )
+    assert _loss_in_words([0.0, 0.02, 0.3]) == (
+        "; on 3 other problems where it was tried it was 2.0% slower than the best (at most 30.0%)"
+    )

@@ -12,13 +12,13 @@ from autoflash.settings import Settings, settings
 
 VARIABLES = [
     "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_WORKERS",
-    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN", "CUDA_VISIBLE_DEVICES",
+    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def unset(monkeypatch, tmp_path):
-    for variable in VARIABLES:
+    for variable in (*VARIABLES, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

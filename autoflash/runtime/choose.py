@@ -51,6 +51,12 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
     return choice or default_choices(problem, target, access)[0]
 
 
+def losses_elsewhere(choice: Choice) -> list[float]:
+    """What the choice's config lost against the best on other problems where it was tried, each as
+    a fraction, by the trials of the user's store. For a person: reads the store."""
+    return _layers(settings()).losses(choice.record) if choice.record else []
+
+
 def default_choices(
     problem: Problem,
     target: Target,

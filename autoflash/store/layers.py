@@ -98,6 +98,17 @@ class Layers:
             or _first(exact)
         )
 
+    def losses(self, record: TuningRecord) -> list[float]:
+        """``Store.losses`` by the trials of the user's store; none if it can't be read."""
+        from autoflash.store.store import Store
+
+        try:
+            user = self._open_user()
+            return user.losses(record) if isinstance(user, Store) else []
+        except StoreError as error:
+            self._warn("user", error)
+            return []
+
     def _ask(
         self,
         question: Callable[[Source], Iterable[TuningRecord | None]],

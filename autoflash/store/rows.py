@@ -31,7 +31,7 @@ _SIZE_COLUMNS = {
     "seqlen_k": "bucket_seqlen_k",
 }
 _BUCKET_COLUMNS = {name: name for name in CODE_FIELDS} | _SIZE_COLUMNS
-_PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
+PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 _MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 _PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
 _TRIAL_FIELDS = (
@@ -77,7 +77,7 @@ def trial_from_row(row: Mapping[str, Any]) -> Trial:
     return trial
 
 
-def same_code(table: type[RecordRow], bucket: Bucket) -> list[ColumnElement[bool]]:
+def same_code(table: type[RecordRow | TrialRow], bucket: Bucket) -> list[ColumnElement[bool]]:
     """Rows whose config could carry over to ``bucket``."""
     equal = ((name, getattr(bucket, name)) for name in CODE_FIELDS if name != "dtype")
     return [*_equal(table, equal), table.dtype.in_(kindred_dtypes(bucket.dtype))]
@@ -117,7 +117,7 @@ def _common_plain(row: Mapping[str, Any]) -> dict[str, Any]:
     measurement = {name: row[name] for name in _MEASUREMENT_FIELDS}
     untimed = all(value is None for value in measurement.values())
     return {
-        "problem": {name: row[name] for name in _PROBLEM_FIELDS},
+        "problem": {name: row[name] for name in PROBLEM_FIELDS},
         "target": {name: row[f"target_{name}"] for name in TARGET_FIELDS},
         "kernel": row["kernel"],
         "config": _config(row["config"]),

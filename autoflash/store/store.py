@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, NullPool, Select, create_engine, event, select
+from sqlalchemy import ColumnElement, NullPool, Select, create_engine, event, func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -16,8 +16,9 @@ from autoflash.problem import Bucket
 from autoflash.store import schema
 from autoflash.store.evidence import Kernels, listing_order, nearest
 from autoflash.store.models import RecordRow, TrialRow
-from autoflash.store.record import Trial, TuningRecord
+from autoflash.store.record import Trial, TrialStatus, TuningRecord
 from autoflash.store.rows import (
+    PROBLEM_FIELDS,
     record_from_row,
     record_to_row,
     same_bucket,
@@ -125,6 +126,30 @@ class Store:
             query = query.where(TrialRow.kernel == kernel)
         query = query.order_by(TrialRow.id)
         return self._read(query, trial_from_row, "list trials")
+
+    def losses(self, record: TuningRecord) -> list[float]:
+        """What ``record``'s config lost on other problems where it was tried: its time over the
+        best one there, less one, problem by problem; clean trials of the record's target alone.
+
+        Problems are those that the config could carry over to.
+        """
+        row = record_to_row(record)
+        problem = [getattr(TrialRow, name) for name in PROBLEM_FIELDS]
+        clean = (
+            *same_code(TrialRow, record.bucket),
+            *same_target(TrialRow, record.target),
+            TrialRow.status == TrialStatus.ok.value,
+            TrialRow.median_ms > 0,
+        )
+        fastest = func.min(TrialRow.median_ms).label("ms")
+        best = select(*problem, fastest).where(*clean).group_by(*problem).subquery()
+        same = (TrialRow.kernel == row.kernel, TrialRow.config == row.config)
+        own = select(*problem, fastest).where(*clean, *same).group_by(*problem).subquery()
+        matches = [own.c[name] == best.c[name] for name in PROBLEM_FIELDS]
+        elsewhere = or_(*(own.c[name] != getattr(row, name) for name in PROBLEM_FIELDS))
+        query = select(own.c.ms, best.c.ms).where(*matches, elsewhere)
+        with self._session("look up trials") as session:
+            return sorted(ms / fastest - 1 for ms, fastest in session.execute(query))
 
     def records(self, target: Target | None = None) -> list[TuningRecord]:
         """All records (of one target's identity, if given), by target, bucket, then best first."""

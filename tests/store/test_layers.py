@@ -211,3 +211,21 @@ def test_a_lookup_never_loads_alembic(store, path, make):
         "assert found.layer == 'user' and 'alembic' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+def test_losses_are_those_of_the_users_trials(layers, store, ship, make):
+    near, other = make.problem(seqlen_k=8192), make.record(num_stages=3)
+    record = make.record(num_stages=2)
+    ship(record)
+    for one, ms in ((record, 3.0), (other, 2.0)):
+        measurement = dataclasses.replace(one.measurement, median_ms=ms)
+        store.add_trial(make.trial(problem=near, config=one.config, measurement=measurement))
+    assert layers().losses(record) == [0.5]
+
+
+def test_no_losses_without_a_store_or_with_a_broken_one(layers, path, make, caplog):
+    assert layers().losses(make.record()) == []
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"no database")
+    assert layers().losses(make.record()) == []
+    assert "going on without the user records" in caplog.text

@@ -266,3 +266,30 @@ def test_importing_the_package_loads_no_database():
         "assert 'alembic' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_a_config_lost_elsewhere(store, make):
+    """Four problems where the record's config (two stages) was tried beside others."""
+    record = make.record(num_stages=2)
+    fast, slow = (make.record(num_stages=n).config for n in (2, 3))
+
+    def add(seqlen_k, config, ms, status=TrialStatus.ok, **changes):
+        problem = make.problem(seqlen_k=seqlen_k)
+        measurement = dataclasses.replace(record.measurement, median_ms=ms)
+        fields = {"problem": problem, "config": config, "status": status, **changes}
+        store.add_trial(make.trial(**{"measurement": measurement, **fields}))
+
+    assert store.losses(record) == []
+    add(4096, fast, 9.0)  # the record's own problem says nothing
+    add(4096, slow, 1.0)
+    add(8192, fast, 2.2)
+    add(8192, fast, 2.1)  # timed again
+    add(8192, slow, 2.0)
+    add(8192, slow, 0.5, status=TrialStatus.noisy)
+    add(16384, fast, 3.0)
+    add(16384, slow, 4.0)
+    add(1024, slow, 1.0)  # never tried here
+    other = dataclasses.replace(make.h200, name="NVIDIA H100 80GB HBM3")
+    add(2048, fast, 8.0, target=other)
+    add(2048, slow, 1.0, target=other)
+    assert store.losses(record) == [0.0, pytest.approx(0.05)]
