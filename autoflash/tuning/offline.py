@@ -7,6 +7,7 @@ from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
 from autoflash.store.store import Store
+from autoflash.target import Target
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import (
     Budget,
@@ -17,6 +18,7 @@ from autoflash.tuning.progress import (
     make_record,
     make_trial,
 )
+from autoflash.tuning.resources import Resources
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import ranked
 from autoflash.tuning.versions import time_stamp
@@ -132,18 +134,23 @@ def predict(
     resources = outcome.resources
     if outcome.status is not TrialStatus.ok or resources is None:
         return make_trial(problem, runner, candidate, outcome)
-    kernel, config, target = candidate.kernel, candidate.config, runner.target
+    kernel, target = candidate.kernel, runner.target
     reason = resources.why_spilled(kernel.tolerable_spills) or ""
     if reason and not may_spill:
         spilled = Outcome(status=TrialStatus.out_of_resources, reason=reason, resources=resources)
         return make_trial(problem, runner, candidate, spilled)
-    warps = max(f.options["num_warps"] for f in kernel.functions(problem, config))
-    threads = warps * target.warp_size
-    blocks = resources.blocks_per_sm(threads, target)
-    predicted = kernel.estimate_ms(problem, config, target, blocks)
-    predicted *= 1 + _SPILL_COST * resources.spills
+    predicted = model_ms(candidate, problem, target, resources)
     ranked_outcome = Outcome(status=TrialStatus.predicted, reason=reason, resources=resources)
     return make_trial(problem, runner, candidate, ranked_outcome, predicted)
+
+
+def model_ms(candidate: Candidate, problem: Problem, target: Target, resources: Resources) -> float:
+    """The written model's time, with what the candidate's binary really needs."""
+    kernel, config = candidate.kernel, candidate.config
+    warps = max(f.options["num_warps"] for f in kernel.functions(problem, config))
+    blocks = resources.blocks_per_sm(warps * target.warp_size, target)
+    predicted = kernel.estimate_ms(problem, config, target, blocks)
+    return predicted * (1 + _SPILL_COST * resources.spills)
 
 
 def _spills(outcome: Outcome) -> int:
