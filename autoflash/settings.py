@@ -1,14 +1,15 @@
 """Every environment variable that AutoFlash reads, typed. ``os.environ`` is read nowhere else.
 
-| variable             | meaning                                        | default              |
-|----------------------|------------------------------------------------|----------------------|
-| AUTOFLASH_DB         | path of the SQLite store                       | user data directory  |
-| AUTOFLASH_CACHE_DIR  | folder of the emitted kernel files             | user cache directory |
-| AUTOFLASH_MODE       | lookup (best known) or lock (exact only)       | lookup               |
-| AUTOFLASH_WORKERS    | compiler processes while tuning                | this process's cores |
-| AUTOFLASH_SHIPPED_DB | 0 ignores the records that ship                | 1                    |
-| AUTOFLASH_ORIGIN     | label of this host in new records              | host name            |
-| CUDA_VISIBLE_DEVICES | the GPUs of which a tune takes some            | all                  |
+| variable              | meaning                                       | default              |
+|-----------------------|-----------------------------------------------|----------------------|
+| AUTOFLASH_DB          | path of the SQLite store                      | user data directory  |
+| AUTOFLASH_CACHE_DIR   | folder of the emitted kernel files            | user cache directory |
+| AUTOFLASH_MODE        | lookup (best known) or lock (exact only)      | lookup               |
+| AUTOFLASH_WORKERS     | compiler processes while tuning               | this process's cores |
+| AUTOFLASH_SHIPPED_DB  | 0 ignores the records that ship               | 1                    |
+| AUTOFLASH_ORIGIN      | label of this host in new records             | host name            |
+| AUTOFLASH_NOTE_MISSED | 1 notes which problems are called untuned     | 0                    |
+| CUDA_VISIBLE_DEVICES  | the GPUs of which a tune takes some           | all                  |
 """
 
 import os
@@ -32,6 +33,7 @@ class Settings:
     use_shipped_records: bool
     origin: str
     visible_gpus: tuple[str, ...]
+    note_missed: bool
 
 
 def settings() -> Settings:
@@ -48,6 +50,7 @@ def settings() -> Settings:
         use_shipped_records=os.environ.get("AUTOFLASH_SHIPPED_DB", "1") != "0",
         origin=os.environ.get("AUTOFLASH_ORIGIN", socket.gethostname())[:64],
         visible_gpus=tuple(map(str.strip, visible.split(","))) if visible else (),
+        note_missed=_switch("AUTOFLASH_NOTE_MISSED"),
     )
 
 
@@ -68,6 +71,13 @@ def _default_dir(kind: str) -> Path:
 
     user_dir = {"data": platformdirs.user_data_path, "cache": platformdirs.user_cache_path}[kind]
     return user_dir("autoflash", appauthor=False)
+
+
+def _switch(variable: str) -> bool:
+    text = os.environ.get(variable, "0")
+    if text not in ("0", "1"):
+        raise InvalidInputError(f"{variable}={text!r}: must be 0 or 1")
+    return text == "1"
 
 
 def _workers() -> int:

@@ -38,7 +38,7 @@ def isolated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """AUTOFLASH_* point into temporary folders; nothing of the caller's settings leaks in."""
-    for variable in ("AUTOFLASH_MODE", "AUTOFLASH_WORKERS"):
+    for variable in ("AUTOFLASH_MODE", "AUTOFLASH_WORKERS", "AUTOFLASH_NOTE_MISSED"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path_factory.mktemp("db") / "store.sqlite"))
     monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(kernel_folder))

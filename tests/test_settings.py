@@ -12,7 +12,7 @@ from autoflash.settings import Settings, settings
 
 VARIABLES = [
     "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_WORKERS",
-    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN",
+    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN", "AUTOFLASH_NOTE_MISSED",
 ]  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def test_defaults(unset):
         use_shipped_records=True,
         origin=socket.gethostname()[:64],
         visible_gpus=(),
+        note_missed=False,
     )
     assert list(unset.iterdir()) == []
 
@@ -47,6 +48,7 @@ def test_all_set(unset, monkeypatch):
     monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")
     monkeypatch.setenv("AUTOFLASH_ORIGIN", "x" * 100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
+    monkeypatch.setenv("AUTOFLASH_NOTE_MISSED", "1")
     assert settings() == Settings(
         db_path=unset / "my" / "store.sqlite",
         cache_dir=Path.cwd() / "kernels",
@@ -55,6 +57,7 @@ def test_all_set(unset, monkeypatch):
         use_shipped_records=False,
         origin="x" * 64,
         visible_gpus=("3", "GPU-ab"),
+        note_missed=True,
     )
 
 
@@ -104,10 +107,21 @@ def test_shipped_records_are_left_out_with_0(monkeypatch, text, expected):
     assert settings().use_shipped_records is expected
 
 
+@pytest.mark.parametrize("text", ["", "yes", "2", "01", "1 "])
+def test_noting_is_on_or_off(monkeypatch, text):
+    monkeypatch.setenv("AUTOFLASH_NOTE_MISSED", "0")
+    assert settings().note_missed is False
+    monkeypatch.setenv("AUTOFLASH_NOTE_MISSED", text)
+    with pytest.raises(InvalidInputError) as caught:
+        settings()
+    assert str(caught.value) == f"AUTOFLASH_NOTE_MISSED={text!r}: must be 0 or 1"
+
+
 def test_tests_run_isolated():
     found = settings()
     assert found.origin == "test"
     assert found.use_shipped_records is False
+    assert found.note_missed is False
     assert "pytest-" in str(found.db_path)
     assert "pytest-" in str(found.cache_dir)
     assert not found.db_path.exists()
