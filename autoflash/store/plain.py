@@ -1,6 +1,6 @@
-"""Records and trials as nested plain objects, and back from a stranger's.
+"""Records, trials and missed calls as nested plain objects, and back from a stranger's.
 
-Both the database and the exchange files are read through ``record_from_plain``, so there is one
+The database, the exchange files and the file of missed calls are read through it, so there is one
 place that decides what a stranger may say: exact names, exact types, a kernel we have, a config of
 its space. Every refusal is an InvalidInputError or a ConfigError.
 """
@@ -16,6 +16,7 @@ from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.store.record import (
     Measurement,
+    MissedCalls,
     Provenance,
     Trial,
     TrialStatus,
@@ -37,6 +38,7 @@ TARGET_FIELDS: dict[str, type] = {
 }
 _RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(TuningRecord))
 _TRIAL_FIELDS = tuple(field.name for field in dataclasses.fields(Trial))
+_MISSED_FIELDS = tuple(field.name for field in dataclasses.fields(MissedCalls))
 
 
 def record_to_plain(record: TuningRecord) -> dict[str, Any]:
@@ -61,6 +63,16 @@ def trial_to_plain(trial: Trial) -> dict[str, Any]:
         "registers": trial.registers,
         "spills": trial.spills,
         "came_from": trial.came_from,
+    }
+
+
+def missed_to_plain(missed: MissedCalls) -> dict[str, Any]:
+    """Strings, numbers, dicts: what ``missed_from_plain`` takes."""
+    return {
+        "problem": missed.problem.as_dict(),
+        "target": _target_to_plain(missed.target),
+        "calls": missed.calls,
+        "noted_at": missed.noted_at,
     }
 
 
@@ -94,10 +106,21 @@ def trial_from_plain(plain: object) -> Trial:
     )
 
 
+def missed_from_plain(plain: object) -> MissedCalls:
+    """The missed calls that ``plain`` describes. Raises InvalidInputError."""
+    values = _exactly(plain, _MISSED_FIELDS, "missed calls")
+    return MissedCalls(
+        problem=_noun(Problem, values["problem"]),
+        target=_target(values["target"]),
+        calls=_typed("calls", values["calls"], int),
+        noted_at=_typed("noted_at", values["noted_at"], str),
+    )
+
+
 def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
     return {
         "problem": noun.problem.as_dict(),
-        "target": {name: getattr(noun.target, name) for name in TARGET_FIELDS},
+        "target": _target_to_plain(noun.target),
         "kernel": noun.kernel,
         "config": dict(noun.config),
         "provenance": dataclasses.asdict(noun.provenance),
@@ -120,6 +143,10 @@ def _measurement_to_plain(measurement: Measurement) -> dict[str, Any]:
     plain = dataclasses.asdict(measurement)
     # An int is a float to a caller, but must not be written differently.
     return plain | {name: float(plain[name]) for name in ("median_ms", "p20_ms", "p80_ms")}
+
+
+def _target_to_plain(target: Target) -> dict[str, Any]:
+    return {name: getattr(target, name) for name in TARGET_FIELDS}
 
 
 def _target(plain: object) -> Target:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from enum import Enum
 
 from autoflash.errors import InvalidInputError
@@ -13,6 +13,7 @@ from autoflash.target import NAMED_TARGETS, Target
 
 MAX_TEXT = 200
 MAX_MS = 1e9
+MAX_CALLS = 2**53
 METHODS = ("events", "cuda_graph", "model")
 KINDS = ("measured", "predicted")
 _ARCH = {"nvidia": re.compile(r"sm_[0-9]{2,3}"), "amd": re.compile(r"gfx[0-9a-f]{3,5}")}
@@ -56,10 +57,7 @@ class Provenance:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_text(field.name, getattr(self, field.name))
-        if not _is_utc_seconds(self.created_at):
-            raise InvalidInputError(
-                f"created_at={self.created_at!r}: must be UTC like 2025-01-31T23:59:59+00:00"
-            )
+        _check_time("created_at", self.created_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +155,33 @@ class Trial:
         return Bucket.of(self.problem)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MissedCalls:
+    """How many calls of ``problem`` on ``target`` were served by no record tuned for it.
+
+    ``noted_at`` is when the last of them were noted, written as ``Provenance.created_at`` is.
+    Raises InvalidInputError.
+    """
+
+    problem: Problem
+    target: Target
+    calls: int
+    noted_at: str
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        if 0 in (p.batch, p.seqlen_q, p.seqlen_k):
+            raise InvalidInputError(f"{p.label()}: there is nothing to compute, nor to miss")
+        if not 1 <= self.calls <= MAX_CALLS:
+            raise InvalidInputError(f"calls={self.calls!r}: must be from 1 to 2^53")
+        _check_time("noted_at", self.noted_at)
+
+
+def time_stamp() -> str:
+    """Now, as records, trials and missed calls say it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def target_from_identity(
     *, vendor: str, name: str, arch: str, sm_count: int, memory_gib: int
 ) -> Target:
@@ -200,11 +225,13 @@ def _kin(vendor: str, arch: str) -> Target:
     return max(older, key=lambda target: target.capability, default=named[0])
 
 
-def _is_utc_seconds(text: str) -> bool:
+def _check_time(name: str, text: str) -> None:
     try:
-        return datetime.fromisoformat(text[:19]).isoformat() + "+00:00" == text
+        good = datetime.fromisoformat(text[:19]).isoformat() + "+00:00" == text
     except ValueError:
-        return False
+        good = False
+    if not good:
+        raise InvalidInputError(f"{name}={text[:80]!r}: must be UTC like 2025-01-31T23:59:59+00:00")
 
 
 def _check_text(name: str, value: str) -> None:

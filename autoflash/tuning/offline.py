@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
-from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
+from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord, time_stamp
 from autoflash.store.store import Store
 from autoflash.target import Target
 from autoflash.tuning.job import Candidate, Outcome
@@ -21,7 +21,6 @@ from autoflash.tuning.progress import (
 from autoflash.tuning.resources import Resources
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import ranked
-from autoflash.tuning.versions import time_stamp
 
 # The written model orders the space well enough that compiling more of it seldom changes the top.
 DEFAULT_TRIALS = 24

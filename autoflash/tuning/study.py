@@ -12,7 +12,7 @@ from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.problem import Bucket, Problem
 from autoflash.store.evidence import Kernels, evidence_order
-from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
+from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord, time_stamp
 from autoflash.store.store import Store
 from autoflash.target import Target
 from autoflash.tuning.job import Candidate, Outcome
@@ -28,7 +28,6 @@ from autoflash.tuning.progress import (
 from autoflash.tuning.retries import Retries
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import Search, ranked
-from autoflash.tuning.versions import time_stamp
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,7 @@
 """The versions that stand in a record's provenance."""
 
-from datetime import datetime, timezone
-
 from autoflash.settings import settings
-from autoflash.store.record import Provenance
+from autoflash.store.record import Provenance, time_stamp
 from autoflash.version import VERSION
 
 
@@ -26,11 +24,6 @@ def provenance(found: dict[str, str], source_hash: str) -> Provenance:
     """``found`` versions with the rendered kernel's hash, now, on this host."""
     origin = settings().origin
     return Provenance(**found, source_hash=source_hash, created_at=time_stamp(), origin=origin)
-
-
-def time_stamp() -> str:
-    """Now, as records and trials say it."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _driver() -> str:

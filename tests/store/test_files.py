@@ -1,8 +1,6 @@
 """Files that are missing, broken, foreign, or that may only be read."""
 
-import contextlib
 import logging
-import os
 import random
 import sqlite3
 from contextlib import closing
@@ -12,6 +10,7 @@ import pytest
 
 from autoflash.errors import StoreError
 from autoflash.store.store import Store
+from tests.store.support import as_a_stranger
 
 
 def broken(kind, whole):
@@ -109,27 +108,6 @@ def test_a_schema_that_does_things_is_refused(store, path, statement):
     for read_only in (True, False):
         with pytest.raises(StoreError, match="can't be trusted"):
             Store(path, read_only=read_only)
-
-
-def as_a_stranger(work):
-    """Run ``work`` in a process that permission bits bind (root's don't); returns what it says."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(65534)
-                os.setuid(65534)
-            os.write(write, work().encode())
-            code = 0
-        os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
-    return said
 
 
 @pytest.fixture
