@@ -27,6 +27,7 @@ from autoflash.runtime.inputs import (
     output_like,
     problem_of,
 )
+from autoflash.runtime.missed import counted
 from autoflash.target import Target, current_target
 
 if TYPE_CHECKING:
@@ -127,13 +128,13 @@ def _plan(
     with torch.cuda.device(q.device):
         if problem.batch and problem.seqlen_q and problem.seqlen_k:
             target = current_target(q.device)
-            launcher = launcher_for(
+            launcher, choice = launcher_for(
                 problem, target, access_of((q, k, v, out), bshd), q.device.index
             )
             strides = all_strides(bshd, q=q, k=k, v=v, out=out)
             given = frozenset(strides) | ({"lse"} if return_lse else frozenset())
             call = Call(problem=problem, scale=scale, strides=strides, given=given)
-            run = launcher.bind(call)
+            run = counted(launcher.bind(call), choice, problem, target)
     plan = Plan(
         run=run,
         device=q.device.index,
@@ -151,12 +152,15 @@ def plans_of_an_op() -> dict[tuple[Any, ...], Any]:
     return _all_plans[-1]
 
 
-def launcher_for(problem: Problem, target: Target, access: Access, device: int) -> "Launcher":
-    """The best launcher that builds; raises like ``choose``, and CompileError if none does."""
+def launcher_for(
+    problem: Problem, target: Target, access: Access, device: int
+) -> "tuple[Launcher, Choice]":
+    """The best launcher that builds, and the choice that it is of; raises like ``choose``, and
+    CompileError if none does."""
     choice = choose(problem, target, access)
     _log_once(choice, problem, target)
     try:
-        return _launcher(choice, problem, target, access, device)
+        return _launcher(choice, problem, target, access, device), choice
     except CompileError as error:
         # A config that doesn't build (a record of another Triton, say) must not stop a model.
         logger.warning("%s does not build, trying the defaults: %s", choice.config, error)
@@ -164,7 +168,7 @@ def launcher_for(problem: Problem, target: Target, access: Access, device: int) 
     why = f"the first choice does not build: {failure}"
     for default in default_choices(problem, target, access, why, first=choice.kernel):
         try:
-            return _launcher(default, problem, target, access, device)
+            return _launcher(default, problem, target, access, device), default
         except CompileError as error:
             failure = error
     raise failure

@@ -21,6 +21,7 @@ from autoflash.runtime.inputs import (
     output_like,
     problem_of,
 )
+from autoflash.runtime.missed import counted
 from autoflash.target import current_target
 
 _plans: dict[tuple[Any, ...], "GradientPlan"] = plans_of_an_op()
@@ -151,11 +152,11 @@ def _plan(
         access = dataclasses.replace(access, whole=need_dq and need_dkv, repeatable=repeatable)
         with torch.cuda.device(q.device):
             target = current_target(q.device)
-            launcher = launcher_for(problem, target, access, q.device.index)
+            launcher, choice = launcher_for(problem, target, access, q.device.index)
             given = {"lse", *tensors, *wanted} | (set() if dlse is None else {"dlse"})
             strides = all_strides(bshd, **tensors, **wanted)
             call = Call(problem=problem, scale=scale, strides=strides, given=frozenset(given))
-            run = launcher.bind(call)
+            run = counted(launcher.bind(call), choice, problem, target)
         buffers = launcher.kernel.scratch(problem)
         scratch = [(buffer.shape, getattr(torch, buffer.dtype)) for buffer in buffers]
     plan = GradientPlan(

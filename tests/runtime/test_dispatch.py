@@ -39,7 +39,8 @@ def tried(monkeypatch):
 def test_a_default_that_does_not_build_gives_way_to_a_more_modest_one(tried, caplog):
     tried.bad = 3
     with caplog.at_level(logging.WARNING, logger="autoflash"):
-        launcher = dispatch.launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+        launcher, choice = dispatch.launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+    assert launcher is choice
     # The first default is tried once as the choice and once as a default.
     assert launcher.config == KERNEL.defaults(PROBLEM, TARGET)[2]
     assert launcher.why == "the first choice does not build: number 1 is too large"
@@ -67,7 +68,7 @@ def test_when_a_kernel_does_not_build_at_all_the_next_one_serves(tried, caplog):
     # The first one is tried as the choice and again as a default.
     tried.bad = 1 + len(own)
     with caplog.at_level(logging.WARNING, logger="autoflash"):
-        launcher = dispatch.launcher_for(problem, target, ALIGNED, 0)
+        launcher, _ = dispatch.launcher_for(problem, target, ALIGNED, 0)
     assert [c.config for c in tried[:-1]] == [own[0], *own]
     assert {c.kernel for c in tried[:-1]} == {hopper}
     assert (launcher.kernel, launcher.config) == (KERNEL, KERNEL.default(problem, target))
@@ -79,5 +80,9 @@ def test_a_record_that_does_not_build_falls_back_within_its_kernel_first(tried, 
     config = KERNEL.default(problem, target)
     record = Choice(kernel=KERNEL, config=config, how="tuned", layer="user", why="so")
     monkeypatch.setattr(dispatch, "choose", lambda *arguments: record)
-    tried.bad = 2
-    assert dispatch.launcher_for(problem, target, ALIGNED, 0).kernel is KERNEL
+    assert dispatch.launcher_for(problem, target, ALIGNED, 0) == (record, record)
+    tried.bad = len(tried) + 2
+    launcher, choice = dispatch.launcher_for(problem, target, ALIGNED, 0)
+    assert launcher is choice
+    # What serves then is not what was tuned.
+    assert (choice.kernel, choice.how) == (KERNEL, "default")
