@@ -9,8 +9,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from autoflash.errors import AutoFlashError, InvalidInputError
-from autoflash.problem import Problem
+from autoflash.errors import AutoFlashError, InvalidInputError, StoreError
+from autoflash.problem import OPS, Problem
 from autoflash.report import (
     ProgressListener,
     doctor_table,
@@ -31,6 +31,11 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
 _INTERRUPTED = 130
+# What says which problems are meant, but for --missed.
+_OF_PROBLEMS = (
+    "batch", "heads", "kv_heads", "seqlen", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v",
+    "dtype", "causal", "file", "model_config", "seqlens",
+)  # fmt: skip
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
 StoreOption = Annotated[
     Path | None, typer.Option("--db", help="The store's file; default: AUTOFLASH_DB.")
@@ -63,6 +68,7 @@ def _complain(text: str) -> None:
 
 @app.command()
 def tune(
+    context: typer.Context,
     batch: Annotated[str, typer.Option(help="Batch sizes: '1' or '1,8'.")] = "1",
     heads: Annotated[str | None, typer.Option(help="Query heads.")] = None,
     kv_heads: Annotated[str | None, typer.Option(help="Key/value heads; default: heads.")] = None,
@@ -76,13 +82,16 @@ def tune(
         bool | None, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")
     ] = None,
     op: Annotated[
-        str | None, typer.Option(help="'fwd' (default), 'bwd', or both: 'fwd,bwd'.")
+        str | None, typer.Option(help="'fwd' (default; --missed: both), 'bwd' or 'fwd,bwd'.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Problems from a YAML or JSON file.")] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="Problems of a Hugging Face model's config.json.")
     ] = None,
     seqlens: Annotated[str, typer.Option(help="Lengths for --model-config.")] = "1k,4k,16k",
+    missed: Annotated[
+        bool, typer.Option("--missed", help="What was called untuned (AUTOFLASH_NOTE_MISSED=1).")
+    ] = False,
     target: Annotated[
         str | None, typer.Option(help="A GPU that need not be there: a100, h100, mi300x, …")
     ] = None,
@@ -102,7 +111,13 @@ def tune(
         "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v,
     }  # fmt: skip
-    problems = _of_ops(op, _problems(flags, batch, dtype, causal, file, model_config, seqlens))
+    if missed:
+        _refuse_beside_missed(context)
+        problems = _missed(op, target, db, quiet=as_json)
+        if not problems:
+            return
+    else:
+        problems = _of_ops(op, _problems(flags, batch, dtype, causal, file, model_config, seqlens))
     from autoflash.tuning.tune import tune as run
 
     listener = ProgressListener(errors, quiet=as_json)
@@ -234,7 +249,8 @@ def _problems(
     sources = [bool(given), file is not None, model_config is not None]
     if sum(sources) != 1:
         raise InvalidInputError(
-            "give one of: flags (--heads 16 --seqlen 4k --head-dim 128), --file, --model-config"
+            "give one of: flags (--heads 16 --seqlen 4k --head-dim 128), --file, --model-config, "
+            "--missed"
         )
     if file is not None:
         return from_file(file)
@@ -248,10 +264,56 @@ def _of_ops(text: str | None, problems: list[Problem]) -> list[Problem]:
     """Each problem with each op of ``text``; as they are without one (a file may name ops)."""
     if text is None:
         return problems
-    if not _split(text):
-        raise InvalidInputError(f"--op {text!r}: must name fwd, bwd or both")
-    found = [replace(problem, op=op) for problem in problems for op in _split(text)]
+    found = [replace(problem, op=op) for problem in problems for op in _ops(text)]
     return list(dict.fromkeys(found))
+
+
+def _ops(text: str) -> list[str]:
+    ops = _split(text)
+    if not ops or not set(ops) <= set(OPS):
+        raise InvalidInputError(f"--op {text!r}: must name fwd, bwd or both")
+    return ops
+
+
+def _refuse_beside_missed(context: typer.Context) -> None:
+    for name in _OF_PROBLEMS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InvalidInputError(
+                "--missed takes the problems that were called untuned: "
+                f"leave out --{name.replace('_', '-')}"
+            )
+
+
+def _missed(op: str | None, target: str | None, db: Path | None, *, quiet: bool) -> list[Problem]:
+    """What is still untuned of what was called beside the store; says how much that is."""
+    from autoflash.settings import settings
+    from autoflash.store.layers import Layers
+    from autoflash.store.missed import compact, missed_path
+    from autoflash.tuning.problems import from_missed
+    from autoflash.tuning.tune import target_to_tune
+
+    ops = OPS if op is None else _ops(op)
+    gpu = target_to_tune(target)
+    snapshot = settings()
+    snapshot = snapshot if db is None else replace(snapshot, db_path=db)
+    path = missed_path(snapshot.db_path)
+    problems = from_missed(path, gpu, Layers(snapshot), ops)
+    if problems:
+        text = f"called untuned on {gpu.name}, the most called first: {len(problems)} to tune"
+    elif path.exists():
+        text = f"nothing to tune: {path} has no calls on {gpu.name} that are still untuned"
+    else:
+        text = f"nothing was missed: no {path}; serving writes it with AUTOFLASH_NOTE_MISSED=1"
+    if not quiet:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    elif not problems:
+        typer.echo("[]")
+    try:
+        compact(path)
+    except StoreError as error:
+        _complain(f"warning: {error}")
+    return problems
 
 
 def _split(text: str) -> list[str]:

@@ -18,7 +18,8 @@ from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.settings import settings
 from autoflash.space import Config
-from autoflash.store.record import Measurement, Provenance, TuningRecord
+from autoflash.store.missed import append, missed_path, read
+from autoflash.store.record import Measurement, MissedCalls, Provenance, TuningRecord
 from autoflash.store.shipped import all_shipped_records
 from autoflash.store.store import Store
 from autoflash.target import named_target
@@ -267,6 +268,164 @@ def test_problems_of_a_model(asked, tmp_path, words, expected):
     assert [call["problems"] for call in asked] == [expected, expected]
 
 
+# --- what was called untuned
+
+DATE = "2025-03-01T12:30:00+00:00"
+
+
+@pytest.fixture
+def noted():
+    """Notes problems as called on an H100: (problem, calls), …; returns the file."""
+
+    def note(*counted, db=None):
+        path = missed_path(db or settings().db_path)
+        calls = [MissedCalls(problem=p, target=H100, calls=n, noted_at=DATE) for p, n in counted]
+        append(path, calls)
+        return path
+
+    return note
+
+
+def test_missed_tunes_the_most_called_first(asked, noted):
+    backward = problem(op="bwd")
+    noted((PROBLEM, 2), (problem(), 3))
+    path = noted((backward, 4), (PROBLEM, 5))
+    words = ["--target", "h100", "--budget", "5", "--trials", "7"]
+    done = autoflash("tune", "--missed", *words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == (
+        "called untuned on NVIDIA H100 80GB HBM3, the most called first: 3 to tune\n"
+    )
+    (call,) = asked
+    assert call["problems"] == [PROBLEM, backward, problem()]
+    assert (call["target"], call["budget_s"], call["trials"]) == ("h100", 5.0, 7)
+    assert call["store"].path == settings().db_path
+    # The file stays, its lines merged.
+    noted_now = [(m.problem, m.calls) for m in read(path)[0]]
+    assert noted_now == [(PROBLEM, 7), (backward, 4), (problem(), 3)]
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [("fwd", ["fwd"]), ("bwd", ["bwd"]), ("fwd,bwd", ["bwd", "fwd"])]
+)
+def test_missed_of_an_op(asked, noted, op, expected):
+    noted((PROBLEM, 2), (replace(PROBLEM, op="bwd"), 3))
+    assert autoflash("tune", "--missed", "--op", op, "--target", "h100").code == 0
+    assert [one.op for one in asked[0]["problems"]] == expected
+
+
+def test_missed_goes_by_the_store_that_is_named(asked, noted, tmp_path):
+    db = tmp_path / "my.sqlite"
+    noted((WIDE, 9))
+    noted((PROBLEM, 2), (LONG, 1), db=db)
+    Store(db).add_record(record(target=H100))
+    done = autoflash("tune", "--missed", "--target", "h100", "--db", db, "--json")
+    assert (done.code, done.json) == (0, [])
+    assert [call["problems"] for call in asked] == [[LONG]]
+    assert asked[0]["store"].path == db
+
+
+def test_missed_on_the_gpu_that_is_here(asked, noted, monkeypatch):
+    noted((PROBLEM, 2))
+    monkeypatch.setattr("autoflash.tuning.tune.current_target", lambda: H100)
+    assert autoflash("tune", "--missed").code == 0
+    assert (asked[0]["problems"], asked[0]["target"]) == ([PROBLEM], None)
+
+
+def test_nothing_was_missed(asked):
+    done = autoflash("tune", "--missed", "--target", "h100")
+    path = missed_path(settings().db_path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == (
+        f"nothing was missed: no {path}; serving writes it with AUTOFLASH_NOTE_MISSED=1\n"
+    )
+    done = autoflash("tune", "--missed", "--target", "h100", "--json")
+    assert (done.code, done.json, done.err) == (0, [], "")
+    assert asked == []
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--target", "h200"], ["--target", "h100", "--op", "bwd"]])
+def test_nothing_is_left_to_tune(asked, noted, words):
+    path = noted((PROBLEM, 2))
+    noted((PROBLEM, 3))
+    gpu = "NVIDIA H200" if "h200" in words else "NVIDIA H100 80GB HBM3"
+    done = autoflash("tune", "--missed", *words)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"nothing to tune: {path} has no calls on {gpu} that are still untuned\n"
+    assert asked == []
+    assert [m.calls for m in read(path)[0]] == [5]
+
+
+def test_missed_and_then_tuned_is_done(asked, noted):
+    noted((PROBLEM, 2))
+    Store(settings().db_path).add_record(record(target=H100))
+    done = autoflash("tune", "--missed", "--target", "h100")
+    assert (done.code, done.out.startswith("nothing to tune: ")) == (0, True)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (FLAGS, "--heads"),
+        (["--batch", "1"], "--batch"),
+        (["--seqlen-q", "4"], "--seqlen-q"),
+        (["--dtype", "fp16"], "--dtype"),
+        (["--no-causal"], "--causal"),
+        (["--file", "x.yaml"], "--file"),
+        (["--model-config", "x"], "--model-config"),
+        (["--seqlens", "1k"], "--seqlens"),
+    ],
+)
+def test_missed_stands_alone(asked, noted, words, option):
+    noted((PROBLEM, 2))
+    done = autoflash("tune", "--missed", *words, "--target", "h100")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"error: --missed takes the problems that were called untuned: leave out {option}\n"
+    )
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: no GPU is visible to torch: name a target, such as --target h100"),
+        (["--target", "v100"], "error: unknown target 'v100': known are a100, "),
+        (["--target", "h100", "--op", "both"], "error: --op 'both': must name fwd, bwd or both"),
+    ],
+)
+def test_missed_is_refused(asked, noted, no_gpu, words, message):
+    noted((PROBLEM, 2))
+    done = autoflash("tune", "--missed", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.told.startswith(message)
+    assert asked == []
+
+
+def test_a_file_of_missed_calls_that_can_not_be_merged_is_no_hindrance(asked, noted, monkeypatch):
+    path = noted((PROBLEM, 2))
+    path.with_name(path.name + ".lock").unlink(missing_ok=True)
+    path.with_name(path.name + ".lock").mkdir()
+    done = autoflash("tune", "--missed", "--target", "h100")
+    assert done.code == 0
+    assert done.told.startswith(f"warning: {path}: can't be written: ")
+    assert asked[0]["problems"] == [PROBLEM]
+
+
+def test_missed_is_tuned_for_real(noted, tmp_path):
+    """Offline: what is predicted is still to be timed, so it stays missed."""
+    db = tmp_path / "s.sqlite"
+    noted((PROBLEM, 2), db=db)
+    words = ["--missed", "--target", "h100", "--trials", 1, "--budget", 300, "--db", db, "--json"]
+    (result,) = autoflash("tune", *words).json
+    assert (result["problem"], result["trials"]) == (PROBLEM.as_dict(), {"predicted": 1})
+    (result,) = autoflash("tune", *words).json
+    assert result["record"]["kind"] == "predicted"
+
+
 # --- how it ends
 
 
@@ -285,6 +444,7 @@ def test_problems_of_a_model(asked, tmp_path, words, expected):
         ("--heads 2 --seqlen 4 --head-dim 64 --trials 0", "budget of 0 trials: must be at least 1"),
         ("--heads 2 --seqlen 4 --head-dim 64 --target v100", "unknown target 'v100': known are a1"),
         ("--target h100", "give one of: flags (--heads 16 --seqlen 4k --head-dim 128), --file,"),
+        ("--target h100", "--file, --model-config, --missed"),
         ("--heads 2 --file x.yaml", "give one of: flags (--heads 16 --seqlen 4k --head-dim 128)"),
         ("--file x.yaml --model-config y", "give one of: flags (--heads 16 --seqlen 4k --head-di"),
         ("--file /nowhere/x.yaml", "/nowhere/x.yaml can't be read: "),

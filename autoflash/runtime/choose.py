@@ -2,22 +2,26 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoflash.errors import ConfigError, MissingRecordError, UnsupportedError
 from autoflash.kernels import KERNELS, kernels_for
-from autoflash.kernels.kernel import Access, Kernel
+from autoflash.kernels.kernel import ALIGNED, Access, Kernel
 from autoflash.problem import Bucket, Problem
 from autoflash.settings import Settings, settings
 from autoflash.space import Config
 from autoflash.target import Target
 
 if TYPE_CHECKING:
-    from autoflash.store.layers import Layers
+    from autoflash.store.evidence import Kernels
+    from autoflash.store.layers import Found, Layers
     from autoflash.store.record import TuningRecord
 
 logger = logging.getLogger(__name__)
+
+Lookup = Callable[[Bucket, Target, "Kernels"], "Found | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
     """
     kernels_for(problem, target)
     locked = settings().mode == "lock"
-    choice, obstacle = _from_records(problem, target, access)
+    choice, obstacle = _from_records(problem, target, access, _layers(settings()).lookup)
     if locked and (choice is None or choice.how != "tuned"):
         raise MissingRecordError(
             f"AUTOFLASH_MODE=lock and no exact record for {Bucket.of(problem).label()} on "
@@ -55,6 +59,13 @@ def losses_elsewhere(choice: Choice) -> list[float]:
     """What the choice's config lost against the best on other problems where it was tried, each as
     a fraction, by the trials of the user's store. For a person: reads the store."""
     return _layers(settings()).losses(choice.record) if choice.record else []
+
+
+def is_tuned(problem: Problem, target: Target, lookup: Lookup) -> bool:
+    """Whether aligned tensors of ``problem`` are served by an exact, measured record that
+    ``lookup`` finds. Raises UnsupportedError if no kernel serves it."""
+    choice, _ = _from_records(problem, target, ALIGNED, lookup)
+    return choice is not None and choice.how == "tuned"
 
 
 def default_choices(
@@ -104,18 +115,20 @@ def tune_command(problem: Problem) -> str:
     return " ".join(parts + ([] if p.op == "fwd" else [f"--op {p.op}"]))
 
 
-def _from_records(problem: Problem, target: Target, access: Access) -> tuple[Choice | None, str]:
+def _from_records(
+    problem: Problem, target: Target, access: Access, lookup: Lookup
+) -> tuple[Choice | None, str]:
     """The choice by the best record of a kernel that can run such tensors; or None and what is
     against the best record, if there is one."""
-    bucket, layers = Bucket.of(problem), _layers(settings())
+    bucket = Bucket.of(problem)
     able = frozenset(
         kernel.name
         for kernel in kernels_for(problem, target)
         if any(kernel.adapt(c, access) is not None for c in kernel.defaults(problem, target))
     )
-    found = layers.lookup(bucket, target, able)
+    found = lookup(bucket, target, able)
     if found is None:
-        found = layers.lookup(bucket, target)
+        found = lookup(bucket, target, None)
         if found is None:
             return None, ""
         return None, _passed_over(problem, f"{found.record.kernel} {_why_unable(access)}")

@@ -1,15 +1,25 @@
-"""Where problems come from: flags, a YAML or JSON file, a Hugging Face model's config.json."""
+"""Where problems come from: flags, a YAML or JSON file, a Hugging Face model's config.json, and
+calls that were served untuned."""
 
+import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from autoflash.errors import InvalidInputError
-from autoflash.problem import Problem
+from autoflash.errors import InvalidInputError, UnsupportedError
+from autoflash.problem import OPS, Bucket, Problem
+from autoflash.runtime.choose import Lookup, is_tuned
+from autoflash.store.layers import Layers
+from autoflash.store.missed import merged, read
+from autoflash.target import Target
+
+logger = logging.getLogger(__name__)
 
 # Model types of encoders, whose attention is not causal (unless they say is_decoder).
 _ENCODER_TYPES = {
@@ -82,6 +92,40 @@ def from_model_config(
         "causal": _is_causal(config) if causal is None else causal,
     }
     return unique(expand(fields))
+
+
+def from_missed(
+    path: Path, target: Target, layers: Layers, ops: Collection[str] = OPS
+) -> list[Problem]:
+    """The problems of ``ops`` that were called untuned on ``target``, by the file of missed calls
+    at ``path``, and that ``layers`` still have no record for; the most called first.
+
+    Those of one bucket share its records: the most called stands for them all. Lines and problems
+    that can't be tuned cost a warning each. Raises StoreError if the file can't be read.
+    """
+    noted, refusals = read(path)
+    for refusal in refusals:
+        logger.warning("%s: %s", path, refusal)
+    lookup = functools.cache(layers.lookup)
+    calls: Counter[Bucket] = Counter()
+    first: dict[Bucket, Problem] = {}
+    for missed in merged(noted):
+        problem, bucket = missed.problem, Bucket.of(missed.problem)
+        if missed.target.identity != target.identity or problem.op not in ops:
+            continue
+        # Asking takes milliseconds, and free-form lengths fill a bucket with thousands.
+        if bucket in first or _is_untuned(problem, target, lookup):
+            calls[bucket] += missed.calls
+            first.setdefault(bucket, problem)
+    return [first[bucket] for bucket, _ in calls.most_common()]
+
+
+def _is_untuned(problem: Problem, target: Target, lookup: Lookup) -> bool:
+    try:
+        return not is_tuned(problem, target, lookup)
+    except UnsupportedError as error:
+        logger.warning("left out: %s", error)
+        return False
 
 
 def unique(problems: Sequence[Problem]) -> list[Problem]:

@@ -7,7 +7,7 @@ from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.settings import settings
 from autoflash.store.store import Store
-from autoflash.target import Target, gpu_is_present, named_target
+from autoflash.target import Target, current_target, gpu_is_present, named_target
 from autoflash.tuning.gpus import gpu_names
 from autoflash.tuning.offline import tune_offline
 from autoflash.tuning.progress import Budget, Listener, OneAtATime, TuneResult
@@ -53,10 +53,9 @@ def tune(
         if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
             raise InvalidInputError(f"{problem.label()}: there is nothing to compute, nor to tune")
     budget = Budget(seconds=DEFAULT_BUDGET_S if budget_s is None else budget_s, trials=trials)
-    wanted = named_target(target) if isinstance(target, str) else target
+    absent = _absent(target)
     store = store or Store(settings().db_path)
-    absent = wanted if wanted is not None and not _is_present(wanted) else None
-    if wanted is None and not gpu_is_present():
+    if target is None and not gpu_is_present():
         raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
     if absent and gpus is not None:
         raise InvalidInputError(f"gpus={gpus!r}: {absent.name} is not here, nothing runs on a GPU")
@@ -82,6 +81,18 @@ def _tune_offline(
         if results[-1].interrupted:
             raise KeyboardInterrupt
     return results
+
+
+def target_to_tune(target: Target | str | None) -> Target:
+    """The GPU that ``tune`` would tune for. Raises UnsupportedError for none, InvalidInputError for
+    an unknown name."""
+    return _absent(target) or current_target()
+
+
+def _absent(target: Target | str | None) -> Target | None:
+    """The GPU that is meant, if it isn't the one that is here."""
+    wanted = named_target(target) if isinstance(target, str) else target
+    return None if wanted is None or _is_present(wanted) else wanted
 
 
 def _is_present(target: Target) -> bool:

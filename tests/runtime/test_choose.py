@@ -10,8 +10,9 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import ALIGNED, Access
 from autoflash.problem import Bucket, Problem
 from autoflash.runtime import choose as module
-from autoflash.runtime.choose import choose, default_choices, tune_command
+from autoflash.runtime.choose import choose, default_choices, is_tuned, tune_command
 from autoflash.settings import settings
+from autoflash.store.layers import Layers
 from autoflash.store.record import Measurement, Provenance, TuningRecord
 from autoflash.store.store import Store
 from autoflash.target import named_target
@@ -320,6 +321,28 @@ def test_a_record_that_the_target_can_not_hold(store):
     choice = choose(PROBLEM, small, ALIGNED)
     assert choice.how == "default"
     assert choice.kernel.space.why_not(choice.config, PROBLEM, small) is None
+
+
+def test_tuned_is_what_an_exact_measured_record_serves(store, monkeypatch):
+    # Only asks: in lock mode, too.
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    layers = Layers()
+    same = dataclasses.replace(PROBLEM, seqlen_q=1025)
+    small = dataclasses.replace(H200, shared_memory=100 * 1024)
+    other = dataclasses.replace(PROBLEM, seqlen_k=8000)
+    big = but(TUNED, BLOCK_M=128, num_warps=8, LOAD="tma", GROUP_HEADS=1)
+
+    def tuned():
+        asked = ((PROBLEM, H200), (same, H200), (PROBLEM, small), (other, H200), (PROBLEM, H100))
+        return [is_tuned(problem, target, layers.lookup) for problem, target in asked]
+
+    assert tuned() == [False] * 5
+    store.add_record(record(kind="predicted"))
+    assert tuned() == [False] * 5
+    store.add_record(record(big))
+    assert tuned() == [True, True, False, False, False]
+    with pytest.raises(UnsupportedError, match="float32 is not served"):
+        is_tuned(dataclasses.replace(PROBLEM, dtype="float32"), H200, layers.lookup)
 
 
 def test_every_default_is_feasible():

@@ -23,7 +23,7 @@ from autoflash.tuning.progress import Budget, Listener, StudyPlan, make_record
 from autoflash.tuning.runner import RecordedRunner
 from autoflash.tuning.search import Search, ranked
 from autoflash.tuning.study import tune_one
-from autoflash.tuning.tune import tune
+from autoflash.tuning.tune import target_to_tune, tune
 
 AMPLE = Budget(seconds=600, trials=None)
 Status = TrialStatus
@@ -727,6 +727,24 @@ def test_tune_without_a_gpu_wants_a_target(lab, store, monkeypatch):
     monkeypatch.setattr(loop, "gpu_is_present", lambda: False)
     with pytest.raises(UnsupportedError, match=r"^no GPU is visible to torch: name a target"):
         tune(lab.problem, store=store)
+
+
+def test_the_target_that_would_be_tuned(lab, present, monkeypatch):
+    here = dataclasses.replace(lab.a100, memory_gib=40)
+    monkeypatch.setattr(loop, "current_target", lambda: here)
+    assert target_to_tune("h100") == named_target("h100")
+    present([])
+    # What is here is asked what it is, even if it is named.
+    for target in (None, "a100", lab.a100):
+        assert target_to_tune(target) is here
+    assert target_to_tune("h100") == named_target("h100")
+    with pytest.raises(InvalidInputError, match="unknown target 'v100'"):
+        target_to_tune("v100")
+
+
+def test_no_target_would_be_tuned_without_a_gpu():
+    with pytest.raises(UnsupportedError, match=r"^no GPU is visible to torch: name a target"):
+        target_to_tune(None)
 
 
 def test_the_recorded_runner_replays(lab):

@@ -1,12 +1,22 @@
 """Problems from flags, files and models' config.json."""
 
+import dataclasses
 import json
+import logging
 
 import pytest
 
-from autoflash.errors import InvalidInputError
+from autoflash.errors import InvalidInputError, StoreError
+from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
-from autoflash.tuning.problems import expand, from_file, from_model_config, unique
+from autoflash.settings import settings
+from autoflash.store.layers import Layers
+from autoflash.store.missed import append, missed_path
+from autoflash.store.record import Measurement, MissedCalls, Provenance, TuningRecord
+from autoflash.store.shipped import all_shipped_records
+from autoflash.store.store import Store
+from autoflash.target import named_target
+from autoflash.tuning.problems import expand, from_file, from_missed, from_model_config, unique
 
 
 def problem(**changes):
@@ -403,3 +413,104 @@ def test_odd_files(tmp_path, text):
     path.write_text(text)
     with pytest.raises(InvalidInputError):
         from_file(path)
+
+
+# --- calls that were served untuned
+
+H100, H200 = named_target("h100"), named_target("h200")
+DATE = "2025-03-01T12:30:00+00:00"
+
+
+@pytest.fixture
+def note():
+    """Notes problems, each with how often it was called."""
+
+    def note(*counted, target=H200):
+        noted = [MissedCalls(problem=p, target=target, calls=n, noted_at=DATE) for p, n in counted]
+        append(missed_path(settings().db_path), noted)
+
+    return note
+
+
+def missed(target=H200, **options):
+    return from_missed(missed_path(settings().db_path), target, Layers(), **options)
+
+
+def tune_by_hand(problem, target=H200, kind="measured"):
+    kernel = KERNELS["flash_fwd" if problem.op == "fwd" else "flash_bwd"]
+    time = Measurement(
+        median_ms=1.0, p20_ms=1.0, p80_ms=1.0, repeats=9, noisy=False,
+        method="events" if kind == "measured" else "model",
+    )  # fmt: skip
+    Store(settings().db_path).add_record(
+        TuningRecord(
+            problem=problem, target=target, kernel=kernel.name, measurement=time, kind=kind,
+            config=kernel.default(problem, target), provenance=Provenance(created_at=DATE),
+        )
+    )  # fmt: skip
+
+
+def test_nothing_was_missed():
+    assert missed() == []
+    assert not settings().db_path.exists()
+
+
+def test_the_most_called_comes_first(note):
+    few, some, many = problem(head_dim=32), problem(op="bwd"), problem(causal=True)
+    note((few, 3), (some, 4), (many, 2))
+    note((many, 5))
+    note((few, 100), target=H100)
+    assert missed() == [many, some, few]
+    assert missed(target=H100) == [few]
+    assert missed(target=named_target("a100")) == []
+    assert missed(ops=["fwd"]) == [many, few]
+    assert missed(ops=("bwd",)) == [some]
+
+
+def test_a_bucket_is_tuned_once_by_its_most_called_problem(note):
+    lengths = [problem(seqlen_k=length) for length in (900, 901, 1024)]
+    other = problem(seqlen_k=4096)
+    note(*zip(lengths, (3, 4, 2), strict=True), (other, 8))
+    assert missed() == [lengths[1], other]
+
+
+def test_what_was_tuned_since_is_left_out(note):
+    first, second, third = problem(), problem(causal=True), problem(op="bwd")
+    note((first, 9), (second, 5), (third, 7))
+    tune_by_hand(first, H100)
+    tune_by_hand(second, kind="predicted")
+    assert missed() == [first, third, second]
+    # Another of its bucket.
+    tune_by_hand(dataclasses.replace(first, seqlen_k=1000))
+    assert missed() == [third, second]
+    tune_by_hand(third)
+    tune_by_hand(second)
+    assert missed() == []
+
+
+def test_what_ships_tuned_is_left_out(note, monkeypatch):
+    shipped = all_shipped_records()[0]
+    note((shipped.problem, 3), target=shipped.target)
+    assert missed(target=shipped.target) == [shipped.problem]
+    monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "1")
+    assert missed(target=shipped.target) == []
+
+
+def test_what_can_not_be_tuned_costs_a_warning_each(note, caplog):
+    single = problem(dtype="float32")
+    note((single, 9), (problem(), 1))
+    path = missed_path(settings().db_path)
+    with path.open("a") as file:
+        file.write("hello\n{}\n")
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        assert missed() == [problem()]
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first == (f"{path}: line 3 refused: not JSON: Expecting value: line 1 column 1 (char 0)")
+    assert second == f"{path}: line 4 refused: missed calls: field 'calls' is missing"
+    assert third.startswith(f"left out: no kernel serves {single.label()} on NVIDIA H200: ")
+
+
+def test_missed_calls_that_can_not_be_read():
+    missed_path(settings().db_path).mkdir()
+    with pytest.raises(StoreError, match="is not a file: move it away"):
+        missed()
