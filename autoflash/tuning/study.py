@@ -176,6 +176,8 @@ class Study:
             seconds=self.budget.seconds,
         )
         self.listener.started(self.problem, self.runner.target, plan)
+        # However short the budget: the defaults are among these.
+        self._fill(search)
         while (left := self._seconds_left(deadline, self._waiting.values())) > 0:
             if time.monotonic() < deadline:
                 self._fill(search)
