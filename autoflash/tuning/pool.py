@@ -15,6 +15,9 @@ from autoflash.errors import AutoFlashError
 from autoflash.tuning.job import Message
 
 _START_LIMIT_S = 120.0
+# A process that was killed may be held by the driver of a GPU that hangs.
+_REAP_LIMIT_S = 10.0
+_START: Message = {"do": "start"}
 
 
 class WorkerDiedError(AutoFlashError):
@@ -26,10 +29,15 @@ class WorkerTimeoutError(AutoFlashError):
 
 
 class Worker:
-    """One worker process. Not thread-safe: each belongs to one thread at a time."""
+    """One worker process. Not thread-safe: each belongs to one thread at a time.
 
-    def __init__(self, gpu: str | None = None) -> None:
+    A fresh process is first told ``first``, under a limit of its own: the imports that this takes
+    are no part of a question's limit, nor does a question that hangs get their time too.
+    """
+
+    def __init__(self, first: Message = _START, gpu: str | None = None) -> None:
         """``gpu``: the one that it sees alone, by its name in CUDA_VISIBLE_DEVICES."""
+        self._first = first
         self._environment = {"OMP_NUM_THREADS": "1"}
         if gpu is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpu
@@ -43,17 +51,22 @@ class Worker:
         for an error that the worker survived."""
         if self._process is not None and self._process.poll() is not None:
             self.stop()
-        process = self._running()
+        self._running()
+        if not self._started:
+            self._exchange(self._first, _START_LIMIT_S)
+            self._started = True
+        return self._exchange(message, limit_s)
+
+    def _exchange(self, message: Message, limit_s: float) -> Message:
+        process = self._process
+        assert process is not None
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
             raise WorkerDiedError(self._obituary()) from None
-        # A fresh process imports torch and Triton first.
-        limit_s += 0 if self._started else _START_LIMIT_S
         answer: Message = json.loads(self._read_line(limit_s))
-        self._started = True
         if answer.get("fatal"):
             self.stop()
             raise WorkerDiedError(answer["error"])
@@ -85,7 +98,8 @@ class Worker:
         self._started = False
         if process is None:
             return
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_LIMIT_S)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()

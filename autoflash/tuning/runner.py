@@ -76,13 +76,14 @@ class LiveRunner:
         """``workers``: its share of the pool."""
         self.workers = workers
         self._pool = pool
-        self._gpu = Worker(gpu)
+        # Asked of torch only if it is there: the parent makes no context.
+        torch = sys.modules.get("torch")
+        contexts = int(torch is not None and torch.cuda.is_initialized())
+        describe = {"do": "describe", "parents_contexts": contexts}
+        self._gpu = Worker(describe, gpu)
         if target is None:
             try:
-                # Asked of torch only if it is there: the parent makes no context.
-                torch = sys.modules.get("torch")
-                contexts = int(torch is not None and torch.cuda.is_initialized())
-                found = self._gpu.ask({"do": "describe", "parents_contexts": contexts}, 60)
+                found = self._gpu.ask(describe, 60)
             except BaseException:
                 self.close()
                 raise

@@ -4,6 +4,7 @@ Started as ``python -m autoflash.tuning.worker`` and spoken to in JSON, a line a
 never imports the user's program. The parent sets the time limits and kills it.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -33,14 +34,21 @@ def describe(message: Message) -> Message:
     import torch
 
     from autoflash.target import current_target
-    from autoflash.tuning.measure import why_busy
     from autoflash.tuning.versions import versions
 
-    # Before a context of ours is on it.
-    busy = why_busy(message["parents_contexts"])
-    torch.cuda.init()
+    busy = _busy_at_first(message["parents_contexts"])
+    # Makes the context: that is no part of the time that a candidate has.
+    torch.cuda.synchronize()
     target = dataclasses.asdict(current_target())
     return {"target": target, "versions": versions(), "busy": busy}
+
+
+@functools.cache
+def _busy_at_first(parents_contexts: int) -> str:
+    """What others did on the GPU before this process had a context on it."""
+    from autoflash.tuning.measure import why_busy
+
+    return why_busy(parents_contexts)
 
 
 def start(message: Message) -> Message:

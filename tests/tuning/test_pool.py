@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from autoflash.errors import AutoFlashError
 from autoflash.store.record import TrialStatus
 from autoflash.target import named_target
+from autoflash.tuning import pool
 from autoflash.tuning.job import Candidate, Outcome, study_from_message, study_message
 from autoflash.tuning.pool import Worker, WorkerDiedError, WorkerPool, WorkerTimeoutError
 from autoflash.tuning.resources import Resources
@@ -128,7 +130,10 @@ import json, os, signal, sys, time
 for line in sys.stdin:
     message = json.loads(line)
     action = message["do"]
-    if action == "echo":
+    if action == "start":
+        time.sleep(message.get("pause", 0))
+        print(json.dumps({{}}), flush=True)
+    elif action == "echo":
         text = json.dumps({{"pid": os.getpid(), "said": message["text"]}}) + "\\n"
         half = len(text) // 2
         for part in (text[:half], text[half:]):
@@ -211,6 +216,41 @@ def test_a_late_answer_is_not_taken_for_the_next(misbehaving):
         assert worker.ask(echo("next"), 30)["said"] == "next"
 
 
+def test_a_fresh_process_has_the_limit_of_any_other(misbehaving):
+    """Starting has one of its own: a hang that follows a crash must not cost both."""
+    with Worker({"do": "start", "pause": 0.8}) as worker:
+        begin = time.monotonic()
+        with pytest.raises(WorkerTimeoutError, match=r"^no answer within 0 s$"):
+            worker.ask(echo("slow", pause=30), 0.4)
+        assert 1.0 < time.monotonic() - begin < 10
+        # Starting took longer than this, which counts for nothing.
+        assert worker.ask(echo("again"), 0.5)["said"] == "again"
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_process_that_cannot_start(misbehaving, code):
+    with Worker({"do": "exit", "code": code}) as worker:
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match=f"exited with code {code} and no answer"):
+                worker.ask(echo("hello"), 30)
+
+
+def test_a_process_that_does_not_go_is_left_behind(misbehaving, monkeypatch):
+    """A GPU that hangs may hold it."""
+    with Worker() as worker:
+        first = worker.ask(echo("hello"), 30)["pid"]
+        held, wait = worker._process, worker._process.wait
+        monkeypatch.setattr(pool, "_REAP_LIMIT_S", 0.1)
+
+        def never(timeout):
+            raise subprocess.TimeoutExpired("worker", timeout)
+
+        monkeypatch.setattr(held, "wait", never)
+        worker.stop()
+        assert worker.ask(echo("next"), 30)["pid"] != first
+        assert wait(timeout=30) == -signal.SIGKILL
+
+
 def test_killed_from_outside_while_it_works(misbehaving):
     with Worker() as worker:
         pid = worker.ask(echo("hello"), 30)["pid"]
@@ -247,30 +287,30 @@ def test_a_pool_works_side_by_side(misbehaving, tmp_path):
     folder = tmp_path / "met"
     folder.mkdir()
     message = {"do": "meet", "folder": str(folder), "count": 2}
-    with WorkerPool(2) as pool:
-        answers = [pool.submit(message, 60) for _ in range(2)]
+    with WorkerPool(2) as workers:
+        answers = [workers.submit(message, 60) for _ in range(2)]
         pids = {answer.result(timeout=60)["pid"] for answer in answers}
     assert pids == {int(path.name) for path in folder.iterdir()}
     assert len(pids) == 2
 
 
 def test_a_pool_outlives_its_workers_deaths(misbehaving):
-    with WorkerPool(2) as pool:
-        deaths = [pool.submit({"do": "exit", "code": i}, 30) for i in range(4)]
+    with WorkerPool(2) as workers:
+        deaths = [workers.submit({"do": "exit", "code": i}, 30) for i in range(4)]
         for code, death in enumerate(deaths):
             with pytest.raises(WorkerDiedError, match=f"exited with code {code} and no answer"):
                 death.result(timeout=30)
-        answers = [pool.submit(echo(str(i)), 30) for i in range(4)]
+        answers = [workers.submit(echo(str(i)), 30) for i in range(4)]
         assert [answer.result(timeout=30)["said"] for answer in answers] == list("0123")
 
 
 def test_closing_a_pool_kills_what_runs_and_cancels_what_waits(misbehaving):
-    pool = WorkerPool(1)
-    pid = pool.submit(echo("hello"), 30).result(timeout=30)["pid"]
-    running, waiting = (pool.submit(echo("long", pause=60), 90) for _ in range(2))
+    workers = WorkerPool(1)
+    pid = workers.submit(echo("hello"), 30).result(timeout=30)["pid"]
+    running, waiting = (workers.submit(echo("long", pause=60), 90) for _ in range(2))
     time.sleep(0.2)
     begin = time.monotonic()
-    pool.close()
+    workers.close()
     assert time.monotonic() - begin < 5
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         running.result(timeout=1)
@@ -307,11 +347,11 @@ def test_outcomes_survive_json(lab, full):
 def test_closing_at_once_waits_for_nothing(lab):
     candidates = lab.candidates()
     for _ in range(4):
-        pool = WorkerPool(2)
+        workers = WorkerPool(2)
         for c in candidates[:2]:
-            pool.submit(
+            workers.submit(
                 {"do": "compile", **study_message(lab.problem, lab.a100), **c.to_message()}, 30
             )
         begin = time.monotonic()
-        pool.close()
+        workers.close()
         assert time.monotonic() - begin < 1.5
