@@ -1,20 +1,22 @@
 """One study: ask, compile ahead, check, time, tell, store; then finalists in turns, the record."""
 
+import dataclasses
+import functools
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
 
 from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.problem import Bucket, Problem
 from autoflash.store.evidence import Kernels, evidence_order
-from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord, time_stamp
+from autoflash.store.record import Trial, TrialStatus, TuningRecord, time_stamp
 from autoflash.store.store import Store
 from autoflash.target import Target
+from autoflash.tuning.finals import Finals, finalists, winners
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import (
     Budget,
@@ -28,16 +30,12 @@ from autoflash.tuning.progress import (
 from autoflash.tuning.retries import Retries
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.search import Search, ranked
+from autoflash.tuning.versions import provenance
 
 logger = logging.getLogger(__name__)
 
-_FINALISTS = 5
-_ROUNDS = 7
 _FINALS_S = 4.0
 _GRACE_S = 30.0
-# Finalists within this of the best are ties: the one that needs less of the GPU wins, so that the
-# choice is stable from run to run.
-_TIE = 1.005
 # A candidate whose first samples are this much slower than the best is not timed further.
 _GIVE_UP = 1.3
 # Configs of each kernel, by the written model, that are tried before TPE has a say.
@@ -234,27 +232,37 @@ class Study:
         A call that the winner's kernel can't run (other strides, deterministic, a gradient alone)
         is then served by the next kernel's own best.
         """
-        finalists = _finalists(self.trials)
-        if not finalists:
+        if interleaved:
+            timed = functools.partial(_timed, self.trials)
+            begin = time.monotonic()
+            final, measured = Finals(self.runner, self.problem, timed, self._fall).hold()
+            self._gpu_seconds += time.monotonic() - begin
+        else:
+            final = finalists(_timed(self.trials))
+            measured = {i: t.measurement for i, t in enumerate(final) if t.measurement}
+        if not measured:
             logger.warning("%s: no candidate survived; nothing is stored", self.problem.label())
             return None
-        measured = {i: t.measurement for i, t in enumerate(finalists) if t.measurement}
-        if interleaved:
-            candidates = [Candidate(kernel=KERNELS[t.kernel], config=t.config) for t in finalists]
-            begin = time.monotonic()
-            outcomes = self.runner.interleave(self.problem, candidates, _ROUNDS)
-            self._gpu_seconds += time.monotonic() - begin
-            again = {i: o.measurement for i, o in enumerate(outcomes) if o.measurement}
-            measured = again or measured
-        winners = [
-            _winner(finalists, {i: measured[i] for i in own})
-            for own in _by_kernel(finalists, measured)
-        ]
         now = time_stamp()
-        records = [make_record(finalists[i], measured[i], "measured", now) for i in winners]
+        places = winners(final, measured)
+        records = [make_record(final[i], measured[i], "measured", now) for i in places]
         records.sort(key=evidence_order)
         self.store.add_records(records)
         return records[0]
+
+    def _fall(self, trial: Trial, outcome: Outcome) -> None:
+        """A finalist failed: that is now the last word on it, here and in the store."""
+        reason = f"in the finals: {outcome.reason}"
+        logger.warning("%s, %s: %s", trial.kernel, trial.config.label(), reason)
+        fallen = dataclasses.replace(
+            trial,
+            status=outcome.status,
+            reason=reason,
+            measurement=None,
+            provenance=provenance(self.runner.versions, trial.provenance.source_hash),
+        )
+        self.store.add_trial(fallen)
+        self.trials[:] = [fallen if one is trial else one for one in self.trials]
 
     def _finish(self, candidate: Candidate, compiled: Outcome) -> None:
         if compiled.status is TrialStatus.ok:
@@ -269,7 +277,7 @@ class Study:
         begin = time.monotonic()
         measured = self.runner.measure(self.problem, candidate, give_up)
         self._gpu_seconds += time.monotonic() - begin
-        outcome = replace(measured, resources=compiled.resources)
+        outcome = dataclasses.replace(measured, resources=compiled.resources)
         self._noisy.note(candidate, outcome)
         self._keep(candidate, outcome)
 
@@ -289,19 +297,20 @@ class Study:
     def _past(self) -> list[Trial]:
         """Trials of an earlier run that still count: same problem, source and compiler.
 
-        A trial that timed out or crashed may have been unlucky and is tried again.
+        A trial that timed out or crashed may have been unlucky and is tried again, even if it went
+        well before (it failed in the finals).
         """
         target = self.runner.target
         found: dict[tuple[str, str], Trial] = {}
         for trial in self.store.trials(Bucket.of(self.problem), target):
-            if trial.problem != self.problem or trial.status in _RETRIED:
+            if trial.problem != self.problem or trial.status in _PASSED_OVER:
                 continue
             if trial.provenance.triton != self.runner.versions["triton"]:
                 continue
             source = render(KERNELS[trial.kernel], self.problem, trial.config)
             if source.kernel_hash == trial.provenance.source_hash:
                 found[(trial.kernel, trial.config.to_json())] = trial
-        return list(found.values())
+        return [trial for trial in found.values() if trial.status not in _RETRIED]
 
     def _advice(self) -> list[Candidate]:
         """Configs worth trying first: what the store knows nearby, and the kernels' defaults."""
@@ -330,23 +339,9 @@ class Study:
         ]
 
 
-def _finalists(trials: Sequence[Trial]) -> list[Trial]:
-    """The fastest trials, and the fastest of each kernel that isn't among them."""
-    ordered = sorted(_timed(trials), key=_median)
-    best = {trial.kernel: trial for trial in reversed(ordered)}
-    head = ordered[:_FINALISTS]
-    return head + [trial for trial in best.values() if all(trial is not t for t in head)]
-
-
-def _by_kernel(finalists: Sequence[Trial], measured: Iterable[int]) -> list[list[int]]:
-    """The places in ``finalists`` that were measured, kernel by kernel."""
-    places: dict[str, list[int]] = {}
-    for i in measured:
-        places.setdefault(finalists[i].kernel, []).append(i)
-    return list(places.values())
-
-
-_RETRIED = (TrialStatus.timeout, TrialStatus.crashed, TrialStatus.noisy, TrialStatus.predicted)
+_RETRIED = (TrialStatus.timeout, TrialStatus.crashed)
+# They say nothing against an earlier trial either.
+_PASSED_OVER = (TrialStatus.noisy, TrialStatus.predicted)
 
 
 def _ms(trial: Trial) -> float | None:
@@ -366,16 +361,3 @@ def _timed(trials: Sequence[Trial]) -> list[Trial]:
 def _median(trial: Trial) -> float:
     assert trial.measurement is not None
     return trial.measurement.median_ms
-
-
-def _winner(finalists: Sequence[Trial], measured: dict[int, Measurement]) -> int:
-    best = min(m.median_ms for m in measured.values())
-    ties = [i for i, m in measured.items() if m.median_ms <= best * _TIE]
-    return min(
-        ties,
-        key=lambda i: (
-            finalists[i].shared_bytes or 0,
-            finalists[i].registers or 0,
-            measured[i].median_ms,
-        ),
-    )

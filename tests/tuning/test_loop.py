@@ -16,7 +16,7 @@ from autoflash.kernels import kernels_for
 from autoflash.problem import Bucket
 from autoflash.store.record import TrialStatus
 from autoflash.target import named_target
-from autoflash.tuning import study
+from autoflash.tuning import finals, study
 from autoflash.tuning import tune as loop
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import Budget, Listener, StudyPlan, make_record
@@ -196,13 +196,179 @@ def test_a_finalist_that_fails_is_out(lab, store):
     assert run(lab, store, recorded, runner=runner).record.config == recorded[1].config
 
 
-def test_finals_that_fail_leave_the_first_times(lab, store):
+class Fragile(RecordedRunner):
+    """Finals that die with all answers when one of ``bad`` takes part, after ``seconds``."""
+
+    bad = frozenset()
+    status = Status.crashed
+    seconds = 0
+    clock = None
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.finals = []
+
+    def dies(self, candidates):
+        return any(c.config in self.bad for c in candidates)
+
+    def interleave(self, problem, candidates, rounds):
+        self.finals.append(keys(candidates))
+        if self.clock is not None:
+            self.clock.now += self.seconds
+        if self.dies(candidates):
+            return [Outcome(status=self.status, reason="gone")] * len(candidates)
+        return super().interleave(problem, candidates, rounds)
+
+
+def fragile(lab, recorded, *bad, kind=Fragile, **fields):
+    """A runner whose finals don't survive the trials at these places."""
+    runner = lab.runner(recorded, kind)
+    runner.bad = frozenset(recorded[place].config for place in bad)
+    for name, value in fields.items():
+        setattr(runner, name, value)
+    return runner
+
+
+def last_words(store, lab):
+    """The newest trial of each config, by its JSON."""
+    return {t.config.to_json(): t for t in store.trials(Bucket.of(lab.problem), lab.a100)}
+
+
+@pytest.mark.parametrize("status", [Status.crashed, Status.timeout])
+def test_who_kills_the_finals_is_out_and_they_are_held_again(lab, store, status, caplog):
     recorded = lab.trials()
-    runner = lab.runner(recorded, Interleaving)
-    runner.answer = lambda place: Outcome(status=Status.timeout, reason="no answer within 45 s")
-    record = run(lab, store, recorded, runner=runner).record
-    assert record.config == recorded[0].config
-    assert record.measurement == recorded[0].measurement
+    names = keys(recorded)
+    runner = fragile(lab, recorded, 0, 3, status=status)
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        result = run(lab, store, None, runner=runner)
+    assert runner.finals == [
+        names[:5],
+        *([name] for name in names[:5]),
+        [names[1], names[2], *names[4:7]],
+    ]
+    assert (result.record.config, store.records()) == (recorded[1].config, [result.record])
+    assert len(result.trials) == 24
+    assert len(store.trials(Bucket.of(lab.problem), lab.a100)) == 26
+    found = last_words(store, lab)
+    assert {t.config.to_json(): t for t in result.trials} == found
+    for place, name in enumerate(names):
+        out = place in (0, 3)
+        assert found[name].status is (status if out else Status.ok)
+        assert found[name].reason == ("in the finals: gone" if out else "")
+        assert found[name].measurement == (None if out else recorded[place].measurement)
+        assert (found[name].shared_bytes, found[name].registers) == (4096, 128)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"flash_fwd, {recorded[place].config.label()}: in the finals: gone" for place in (0, 3)
+    ]
+
+
+def test_when_all_finalists_fail_the_next_fastest_follow(lab, store):
+    recorded = lab.trials()
+    result = run(lab, store, None, runner=fragile(lab, recorded, *range(7)))
+    assert result.record.config == recorded[7].config
+    assert sum(t.status is Status.crashed for t in result.trials) == 7
+
+
+def test_nobody_survives_the_finals(lab, store, caplog):
+    recorded = lab.trials()
+    with caplog.at_level(logging.WARNING, logger="autoflash"):
+        result = run(lab, store, None, runner=fragile(lab, recorded, *range(24)))
+    assert (result.record, result.path, store.records()) == (None, None, [])
+    assert {t.status for t in last_words(store, lab).values()} == {Status.crashed}
+    *_, message = [r.getMessage() for r in caplog.records]
+    assert message == f"{lab.problem.label()}: no candidate survived; nothing is stored"
+
+
+def test_who_fails_only_in_company_is_judged_by_the_time_alone(lab, store):
+    class Unsociable(Fragile):
+        def dies(self, candidates):
+            return len(candidates) > 1
+
+    recorded = lab.trials()
+    runner = lab.runner(recorded, Unsociable)
+    record = run(lab, store, None, runner=runner).record
+    assert [len(asked) for asked in runner.finals] == [5, 1, 1, 1, 1, 1]
+    assert (record.config, record.measurement) == (recorded[0].config, recorded[0].measurement)
+
+
+def test_a_fault_that_waits_for_a_count_shows_alone(lab, store):
+    """Alone, a candidate is launched in more rounds than in company."""
+
+    class Patient(Fragile):
+        left = 10
+
+        def interleave(self, problem, candidates, rounds):
+            self.left -= rounds
+            died = self.left < 0 and self.dies(candidates)
+            outcomes = RecordedRunner.interleave(self, problem, candidates, rounds)
+            # A fresh worker counts anew.
+            self.left = 10 if died else self.left
+            return (
+                [Outcome(status=Status.crashed, reason="gone")] * len(outcomes)
+                if died
+                else outcomes
+            )
+
+    recorded = lab.trials()
+    runner = fragile(lab, recorded, 0, kind=Patient, left=5)
+    assert run(lab, store, None, runner=runner).record.config == recorded[1].config
+
+
+def test_a_single_finalist_that_fails_is_out(lab, store):
+    recorded = lab.trials(dict.fromkeys(range(1, 24), Status.compile_error))
+    runner = fragile(lab, recorded, 0)
+    result = run(lab, store, None, runner=runner)
+    assert (result.record, len(runner.finals)) == (None, 1)
+    assert last_words(store, lab)[keys(recorded)[0]].status is Status.crashed
+
+
+@pytest.fixture
+def finals_clock(monkeypatch):
+    clock = types.SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(finals, "time", clock)
+    return clock
+
+
+def test_failing_finals_end_in_time(lab, store, finals_clock):
+    """40 s a question, 90 s for all that follow the first: the last two are not asked any more."""
+    recorded = lab.trials()
+    runner = fragile(lab, recorded, 0, clock=finals_clock, seconds=40)
+    result = run(lab, store, None, runner=runner)
+    assert [len(asked) for asked in runner.finals] == [5, 1, 1, 1]
+    assert result.record.config == recorded[1].config
+    assert [t.config for t in result.trials if t.status is not Status.ok] == [recorded[0].config]
+
+
+def test_who_was_not_cleared_in_time_is_neither_crowned_nor_blamed(lab, store, finals_clock):
+    recorded = lab.trials()
+    runner = fragile(lab, recorded, 0, 1, 2, clock=finals_clock, seconds=40)
+    result = run(lab, store, None, runner=runner)
+    assert (result.record, store.records()) == (None, [])
+    assert sorted(t.status for t in result.trials) == [Status.crashed] * 3 + [Status.ok] * 21
+
+
+def test_an_interruption_does_not_save_who_fell(lab, store):
+    class Interrupted(Fragile):
+        def interleave(self, problem, candidates, rounds):
+            if len(self.finals) == 3:
+                raise KeyboardInterrupt
+            return super().interleave(problem, candidates, rounds)
+
+    recorded = lab.trials()
+    runner = fragile(lab, recorded, 0, kind=Interrupted)
+    result = run(lab, store, None, runner=runner)
+    assert result.interrupted is True
+    assert result.record.config == recorded[1].config
+
+
+def test_who_fell_is_tried_again_in_the_next_study(lab, store):
+    recorded = lab.trials()
+    run(lab, store, None, runner=fragile(lab, recorded, 0))
+    runner = lab.runner(recorded)
+    again = run(lab, store, None, runner=runner)
+    assert (again.resumed, keys(runner.asked)) == (23, keys(recorded[:1]))
+    assert again.record.config == recorded[0].config
 
 
 def test_the_best_of_each_kernel_is_kept(lab, store):
@@ -231,6 +397,22 @@ def test_the_best_of_each_kernel_is_kept(lab, store):
     second = store.best(bucket, h200, frozenset({"flash_fwd"}))
     assert (second.config, second.measurement) == (plain.config, lab.measurement(3.0))
     assert second.provenance.created_at == result.record.provenance.created_at
+
+
+def test_a_kernels_next_best_takes_the_place_of_one_that_fell(lab, store):
+    h200 = named_target("h200")
+    candidates = ranked(kernels_for(lab.problem, h200), lab.problem, h200)
+    fused = [c for c in candidates if c.kernel.name == "flash_fwd_ws"][:6]
+    plain = [c for c in candidates if c.kernel.name == "flash_fwd"][:2]
+    recorded = [lab.trial(c, 1 + i / 100, target=h200) for i, c in enumerate([*fused, *plain])]
+    runner = Fragile(h200, lab.versions, recorded)
+    runner.bad = frozenset({plain[0].config})
+    store.add_trials(recorded)
+    run(lab, store, None, runner=runner, budget=Budget(seconds=600, trials=1))
+    assert runner.finals[0] == keys([*fused[:5], plain[0]])
+    assert runner.finals[-1] == keys([*fused[:5], plain[1]])
+    found = {(r.kernel, r.config) for r in store.records()}
+    assert found == {("flash_fwd_ws", fused[0].config), ("flash_fwd", plain[1].config)}
 
 
 class SlowDefault(RecordedRunner):
