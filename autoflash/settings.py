@@ -1,15 +1,16 @@
 """Every environment variable that AutoFlash reads, typed. ``os.environ`` is read nowhere else.
 
-| variable              | meaning                                       | default              |
-|-----------------------|-----------------------------------------------|----------------------|
-| AUTOFLASH_DB          | path of the SQLite store                      | user data directory  |
-| AUTOFLASH_CACHE_DIR   | folder of the emitted kernel files            | user cache directory |
-| AUTOFLASH_MODE        | lookup (best known) or lock (exact only)      | lookup               |
-| AUTOFLASH_WORKERS     | compiler processes while tuning               | this process's cores |
-| AUTOFLASH_SHIPPED_DB  | 0 ignores the records that ship               | 1                    |
-| AUTOFLASH_ORIGIN      | label of this host in new records             | host name            |
-| AUTOFLASH_NOTE_MISSED | 1 notes which problems are called untuned     | 0                    |
-| CUDA_VISIBLE_DEVICES  | the GPUs of which a tune takes some           | all                  |
+| variable               | meaning                                      | default              |
+|------------------------|----------------------------------------------|----------------------|
+| AUTOFLASH_DB           | path of the SQLite store                     | user data directory  |
+| AUTOFLASH_CACHE_DIR    | folder of the emitted kernel files           | user cache directory |
+| AUTOFLASH_MODE         | lookup (best known) or lock (exact only)     | lookup               |
+| AUTOFLASH_WORKERS      | compiler processes while tuning              | this process's cores |
+| AUTOFLASH_SHIPPED_DB   | 0 ignores the records that ship              | 1                    |
+| AUTOFLASH_ORIGIN       | label of this host in new records            | host name            |
+| AUTOFLASH_TEST_KERNELS | a module with kernels to test the tuner with | none                 |
+| AUTOFLASH_NOTE_MISSED  | 1 notes which problems are called untuned    | 0                    |
+| CUDA_VISIBLE_DEVICES   | the GPUs of which a tune takes some          | all                  |
 """
 
 import os
@@ -52,6 +53,12 @@ def settings() -> Settings:
         visible_gpus=tuple(map(str.strip, visible.split(","))) if visible else (),
         note_missed=_switch("AUTOFLASH_NOTE_MISSED"),
     )
+
+
+def kernels_module() -> str:
+    """The module of AUTOFLASH_TEST_KERNELS; "" by default. Asked while autoflash is imported, when
+    no other variable may raise yet, so it is no part of Settings."""
+    return os.environ.get("AUTOFLASH_TEST_KERNELS", "")
 
 
 def _path(variable: str) -> Path | None:

@@ -1,10 +1,15 @@
 """Every test runs on its own store and its own folder of emitted kernels, never on the user's."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from autoflash.kernels import KERNELS, kernels_to_test_with
+from autoflash.kernels.kernel import Kernel
 
 HERE = Path(__file__).parent
 GPU_TESTS = HERE / "gpu"
@@ -38,7 +43,10 @@ def isolated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """AUTOFLASH_* point into temporary folders; nothing of the caller's settings leaks in."""
-    for variable in ("AUTOFLASH_MODE", "AUTOFLASH_WORKERS", "AUTOFLASH_NOTE_MISSED"):
+    for variable in (
+        *("AUTOFLASH_MODE", "AUTOFLASH_WORKERS"),
+        *("AUTOFLASH_NOTE_MISSED", "AUTOFLASH_TEST_KERNELS"),
+    ):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path_factory.mktemp("db") / "store.sqlite"))
     monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(kernel_folder))
@@ -51,3 +59,20 @@ def isolated(
     # The store's own tests bring the shipped records that they look up.
     if not request.path.is_relative_to(HERE / "store"):
         monkeypatch.setenv("AUTOFLASH_SHIPPED_DB", "0")
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Kernel]]:
+    """Sets AUTOFLASH_TEST_KERNELS: the module's kernels, by name, join the table of this process,
+    which has long been made, and of the workers that are started from now on."""
+
+    def join(module: str) -> dict[str, Kernel]:
+        monkeypatch.setenv("AUTOFLASH_TEST_KERNELS", module)
+        path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        found = {kernel.name: kernel for kernel in kernels_to_test_with()}
+        for name, kernel in found.items():
+            monkeypatch.setitem(KERNELS, name, kernel)
+        return found
+
+    return join

@@ -13,6 +13,7 @@ from autoflash.settings import Settings, settings
 VARIABLES = [
     "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_WORKERS",
     "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN", "AUTOFLASH_NOTE_MISSED",
+    "AUTOFLASH_TEST_KERNELS",
 ]  # fmt: skip
 
 

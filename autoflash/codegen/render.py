@@ -38,7 +38,8 @@ def render(kernel: Kernel, problem: Problem, config: Config) -> Source:
         "flops": kernel.example(problem).flops,
         **variant.template_context(),
     }
-    text = environment().get_template(kernel.template).render(context)
+    template = environment(kernel.template_folder).get_template(kernel.template)
+    text = template.render(context)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Source(
         kernel=kernel.name,

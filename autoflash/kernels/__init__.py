@@ -1,6 +1,9 @@
 """One module per template, same stem; the table of them all."""
 
-from autoflash.errors import UnsupportedError
+import importlib
+from collections.abc import Iterable
+
+from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels.flash_bwd import FlashBwd
 from autoflash.kernels.flash_bwd_split import FlashBwdSplit
 from autoflash.kernels.flash_bwd_ws import FlashBwdWs
@@ -8,12 +11,31 @@ from autoflash.kernels.flash_fwd import FlashFwd
 from autoflash.kernels.flash_fwd_ws import FlashFwdWs
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
+from autoflash.settings import kernels_module
 from autoflash.target import Target
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (FlashFwd(), FlashFwdWs(), FlashBwd(), FlashBwdWs(), FlashBwdSplit())
-}
+_OWN: tuple[Kernel, ...] = (FlashFwd(), FlashFwdWs(), FlashBwd(), FlashBwdWs(), FlashBwdSplit())
+
+
+def kernels_to_test_with() -> Iterable[Kernel]:
+    """The ``KERNELS`` of the module that AUTOFLASH_TEST_KERNELS names; none by default.
+
+    A study's workers inherit the variable: what a test plants here, they find too. Raises
+    InvalidInputError for a module that isn't there or declares none.
+    """
+    name = kernels_module()
+    if not name:
+        return ()
+    try:
+        return tuple(importlib.import_module(name).KERNELS)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"AUTOFLASH_TEST_KERNELS={name!r}: must be a module with KERNELS ({error}); "
+            "unset it but for tests of the tuner"
+        ) from error
+
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*_OWN, *kernels_to_test_with())}
 
 
 def kernels_for(problem: Problem, target: Target) -> list[Kernel]:

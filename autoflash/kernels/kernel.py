@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from autoflash.problem import Problem, next_power_of_2
@@ -184,6 +185,8 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     template: ClassVar[str]
+    # Where the template lies, if not among those that ship.
+    template_folder: ClassVar[Path | None] = None
     # What the template is written in: "triton", or "gluon" (tile layouts and warps in the open).
     language: ClassVar[str]
     op: ClassVar[str]

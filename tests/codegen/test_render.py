@@ -196,7 +196,7 @@ def test_the_kernel_hash_follows_the_device_code(monkeypatch):
         changed = {n: t.replace(old, new) for n, t in texts.items()}
         assert changed != texts
         copy = environment().overlay(loader=jinja2.DictLoader(changed))
-        monkeypatch.setattr("autoflash.codegen.render.environment", lambda: copy)
+        monkeypatch.setattr("autoflash.codegen.render.environment", lambda folder: copy)
         return render(KERNEL, PROBLEM, DEFAULT)
 
     helper = patched("l_i = l_i * alpha + tl.sum(p, 1)", "l_i = tl.sum(p, 1) + l_i * alpha")
