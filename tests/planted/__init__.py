@@ -4,7 +4,9 @@ Each is flash_fwd with one config, but for its fault. None is ever served: ``ada
 can't run any tensors. The model believes in all of them, so that they are tried first.
 """
 
+import dataclasses
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,16 @@ def only(config: Config) -> SearchSpace:
     return SearchSpace(params=tuple(params), constraints=())
 
 
+@dataclass(frozen=True, kw_only=True)
 class PlantedVariant(FlashFwdVariant):
-    """``context`` is all that the template sees of the kernel."""
+    """``harmless`` is the number of launches before the fault shows, where it depends on that."""
 
-    def __init__(self, context: dict[str, Any]) -> None:
-        super().__init__(tma=False)
-        object.__setattr__(self, "context", context)
+    name: str
+    plant: str
+    harmless: int
 
     def template_context(self) -> dict[str, Any]:
-        return dict(self.context)
+        return dataclasses.asdict(self)
 
 
 class Planted(FlashFwd):
@@ -67,8 +70,8 @@ class Planted(FlashFwd):
         return super().serves(problem, target)
 
     def variant(self, problem: Problem, config: Config) -> PlantedVariant:
-        context = {"name": self.name, "plant": self.plant, "harmless": self.harmless_launches}
-        return PlantedVariant(context)
+        harmless = self.harmless_launches
+        return PlantedVariant(tma=False, name=self.name, plant=self.plant, harmless=harmless)
 
     def signature(self, problem: Problem, config: Config) -> dict[str, str]:
         return {**super().signature(problem, config), "launches": "*i32"}

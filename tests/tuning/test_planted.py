@@ -21,7 +21,9 @@ from autoflash.store.store import Store
 from autoflash.target import named_target
 from autoflash.tuning import offline
 from autoflash.tuning.job import Candidate
-from autoflash.tuning.runner import LiveRunner
+from autoflash.tuning.progress import Budget, Listener
+from autoflash.tuning.runner import LiveRunner, RecordedRunner
+from autoflash.tuning.study import tune_one
 from autoflash.tuning.tune import tune
 from tests.planted import PROBLEM
 
@@ -87,6 +89,13 @@ def test_planted_kernels_are_candidates_and_never_served(plant):
     assert not {c.kernel.name for c in default_choices(PROBLEM, H200, ALIGNED)} & set(NAMES)
 
 
+def test_planted_kernels_are_tried_first(plant, lab, store):
+    plant("tests.planted")
+    runner = RecordedRunner(H200, lab.versions, [])
+    tune_one(PROBLEM, runner, store, Budget(seconds=600, trials=7), Listener())
+    assert {c.kernel.name for c in runner.asked} == {"flash_fwd", "flash_fwd_ws", *NAMES}
+
+
 # --- the faults
 
 
@@ -130,9 +139,9 @@ def test_the_loop_and_the_stray_write_are_in_the_binary(plant):
         config = planted[name].default(PROBLEM, H200)
         (binary,) = compile_config(planted[name], PROBLEM, config, ALIGNED, H200)
         code[name] = binary.asm["ptx"]
-    assert code["planted_loop"].count("ld.volatile.global") == 2
+    assert "ld.volatile.global" in code["planted_loop"]
     for name in ("planted_late_write", "planted_patient"):
-        assert code[name].count("atom.global") == 1
+        assert "atom.global" in code[name]
         assert str(1 << 46) in code[name]
     source = render(planted["planted_patient"], PROBLEM, config)
     assert "tl.atomic_add(launches, 1) >= 150:" in source.text
