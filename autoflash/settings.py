@@ -8,8 +8,8 @@
 | AUTOFLASH_WORKERS      | compiler processes while tuning              | this process's cores |
 | AUTOFLASH_SHIPPED_DB   | 0 ignores the records that ship              | 1                    |
 | AUTOFLASH_ORIGIN       | label of this host in new records            | host name            |
-| AUTOFLASH_TEST_KERNELS | a module with kernels to test the tuner with | none                 |
 | AUTOFLASH_NOTE_MISSED  | 1 notes which problems are called untuned    | 0                    |
+| AUTOFLASH_TEST_KERNELS | a module with kernels to test the tuner with | none                 |
 | CUDA_VISIBLE_DEVICES   | the GPUs of which a tune takes some          | all                  |
 """
 

@@ -60,10 +60,9 @@ def test_a_worker_sees_its_gpu_alone(monkeypatch):
         "subprocess.Popen", lambda *args, env, **more: seen.append(env["CUDA_VISIBLE_DEVICES"])
     )
     for gpu in ("3", None):
-        worker = Worker(gpu)
-        with pytest.raises(AttributeError):
+        worker = Worker(gpu=gpu)
+        with pytest.raises(AssertionError):
             worker.ask({}, 1)  # there is no process
-        worker._process = None
     assert seen == ["3", "5,3"]
 
 

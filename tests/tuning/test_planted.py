@@ -22,7 +22,7 @@ from autoflash.target import named_target
 from autoflash.tuning import offline
 from autoflash.tuning.job import Candidate
 from autoflash.tuning.progress import Budget, Listener
-from autoflash.tuning.runner import LiveRunner, RecordedRunner
+from autoflash.tuning.runner import live_runners, RecordedRunner
 from autoflash.tuning.study import tune_one
 from autoflash.tuning.tune import tune
 from tests.planted import PROBLEM
@@ -101,7 +101,7 @@ def test_planted_kernels_are_tried_first(plant, lab, store):
 
 def test_each_planted_kernel_in_a_real_compiler(plant):
     planted = plant("tests.planted")
-    with LiveRunner(2, H200) as runner:
+    with live_runners(2, H200) as (runner,):
         compiling = {
             name: runner.compile(
                 PROBLEM, Candidate(kernel=kernel, config=kernel.default(PROBLEM, H200))
