@@ -22,7 +22,7 @@ from autoflash.target import named_target
 from autoflash.tuning import offline
 from autoflash.tuning.job import Candidate
 from autoflash.tuning.progress import Budget, Listener
-from autoflash.tuning.runner import live_runners, RecordedRunner
+from autoflash.tuning.runner import RecordedRunner, live_runners
 from autoflash.tuning.study import tune_one
 from autoflash.tuning.tune import tune
 from tests.planted import PROBLEM
