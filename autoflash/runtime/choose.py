@@ -27,7 +27,8 @@ Lookup = Callable[[Bucket, Target, "Kernels"], "Found | None"]
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """A kernel with its config. ``how`` is tuned, neighbour, predicted or default; ``layer`` names
-    where the record came from; ``why`` says it in a sentence."""
+    where the record came from; ``why`` says it in a sentence. ``passing``: it stands in for a
+    better one for this call alone."""
 
     kernel: Kernel
     config: Config
@@ -35,6 +36,7 @@ class Choice:
     layer: str
     why: str
     record: "TuningRecord | None" = None
+    passing: bool = False
 
 
 def choose(problem: Problem, target: Target, access: Access) -> Choice:

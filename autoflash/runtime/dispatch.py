@@ -28,6 +28,7 @@ from autoflash.runtime.inputs import (
     problem_of,
 )
 from autoflash.runtime.missed import counted
+from autoflash.settings import settings
 from autoflash.target import Target, current_target
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def _plan(
     return_lse: bool,
 ) -> Plan:  # fmt: skip
     problem = problem_of(q, k, v, causal=causal, bshd=bshd)
+    lasting = True
     # Strides alone are asked of it: allocating it here could double a large call's memory.
     out = output_like(q, v, device="meta")
     run = None
@@ -135,6 +137,7 @@ def _plan(
             given = frozenset(strides) | ({"lse"} if return_lse else frozenset())
             call = Call(problem=problem, scale=scale, strides=strides, given=given)
             run = counted(launcher.bind(call), choice, problem, target)
+            lasting = not choice.passing
     plan = Plan(
         run=run,
         device=q.device.index,
@@ -143,7 +146,7 @@ def _plan(
         like_q=torch.empty_like(q, device="meta").stride() == out.stride() and out.shape == q.shape,
         lse_shape=lse_shape(q, bshd),
     )
-    return remember(_plans, key, plan)
+    return remember(_plans, key, plan) if lasting else plan
 
 
 def plans_of_an_op() -> dict[tuple[Any, ...], Any]:
@@ -161,6 +164,8 @@ def launcher_for(
     _log_once(choice, problem, target)
     try:
         return _launcher(choice, problem, target, access, device), choice
+    except _NotLoadedError:
+        return _loaded(problem, target, access, device)
     except CompileError as error:
         # A config that doesn't build (a record of another Triton, say) must not stop a model.
         logger.warning("%s does not build, trying the defaults: %s", choice.config, error)
@@ -179,18 +184,61 @@ def _launcher(
 ) -> "Launcher":
     from autoflash.runtime.launcher import Launcher
 
-    static = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
-    key = (choice.kernel.name, choice.config, static, access.aligned, device)
+    key = (choice.kernel.name, choice.config, *_shared(problem, access, device))
     launcher = _launchers.get(key)
     if launcher is None:
         if torch.cuda.is_current_stream_capturing():
-            raise AutoFlashError(
-                f"{problem.label()} was never run before this CUDA graph capture, and its "
-                "kernel can't be loaded while capturing: call it once before the capture"
-            )
+            raise _NotLoadedError
         launcher = Launcher(choice.kernel, problem, choice.config, access, target)
         _launchers[key] = launcher
     return launcher
+
+
+class _NotLoadedError(Exception):
+    """A CUDA graph is captured, during which nothing can be loaded."""
+
+
+def _shared(problem: Problem, access: Access, device: int) -> tuple[Any, ...]:
+    """What problems must have in common to be run by one launcher."""
+    static = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
+    return static, access.aligned, device
+
+
+def _loaded(
+    problem: Problem, target: Target, access: Access, device: int
+) -> "tuple[Launcher, Choice]":
+    """The fastest by the written model of what other problems have loaded, for this call alone."""
+    able: list[tuple[float, int, Launcher]] = []
+    for (_, config, *shared), launcher in _launchers.items():
+        kernel = launcher.kernel
+        if tuple(shared) != _shared(problem, access, device) or kernel.op != problem.op:
+            continue
+        fits = (
+            settings().mode != "lock"
+            and kernel.serves(problem, target) is None
+            and kernel.space.why_not(config, problem, target, advice=False) is None
+            and kernel.adapt(config, access) == config
+        )
+        if fits:
+            blocks = kernel.estimate_blocks_per_sm(problem, config, target)
+            able.append((kernel.estimate_ms(problem, config, target, blocks), len(able), launcher))
+    if not able:
+        raise AutoFlashError(
+            f"{problem.label()} was never run before this CUDA graph capture, and its "
+            "kernel can't be loaded while capturing: call it once before the capture"
+        )
+    *_, launcher = min(able, key=lambda item: item[:2])
+    why = "loaded already, while a CUDA graph is captured; call the problem once before the capture"
+    logger.warning("%s: %s is %s", problem.label(), launcher.kernel.name, why)
+    passing = Choice(
+        kernel=launcher.kernel,
+        config=launcher.config,
+        how="default",
+        layer="kernel",
+        why=why,
+        passing=True,
+    )
+    return launcher, passing
 
 
 def _log_once(choice: Choice, problem: Problem, target: Target) -> None:

@@ -140,7 +140,7 @@ def _plan(
     problem = problem_of(q, k, v, causal=causal, bshd=bshd, op="bwd")
     # Strides alone are asked of them: allocating them here could double a large call's memory.
     dq, dk, dv = (output_like(x, x, device="meta") for x in (q, k, v))
-    run, scratch = None, []
+    run, scratch, lasting = None, [], True
     wanted = ({"dq": dq} if need_dq else {}) | ({"dk": dk, "dv": dv} if need_dkv else {})
     empty = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
     if wanted and not empty:
@@ -157,6 +157,7 @@ def _plan(
             strides = all_strides(bshd, **tensors, **wanted)
             call = Call(problem=problem, scale=scale, strides=strides, given=frozenset(given))
             run = counted(launcher.bind(call), choice, problem, target)
+            lasting = not choice.passing
         buffers = launcher.kernel.scratch(problem)
         scratch = [(buffer.shape, getattr(torch, buffer.dtype)) for buffer in buffers]
     plan = GradientPlan(
@@ -167,4 +168,4 @@ def _plan(
         dv=(tuple(dv.shape), dv.stride()),
         scratch=scratch,
     )
-    return remember(_plans, key, plan)
+    return remember(_plans, key, plan) if lasting else plan

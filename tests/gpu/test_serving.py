@@ -1,5 +1,6 @@
 """Serving: graphs, streams, threads, torch.compile, a second process, the store."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 import autoflash
+from autoflash.kernels.kernel import Access
 from autoflash.problem import Bucket, Problem
 from autoflash.runtime import dispatch
+from autoflash.runtime.choose import Choice
 from autoflash.settings import settings
 from autoflash.store.store import Store
-from autoflash.target import current_target
-from tests.gpu.support import tensors
+from autoflash.target import Target, current_target
+from tests.gpu.support import assert_meets_rule, tensors
 
 SHAPE = (2, 4, 196, 80)
 
@@ -44,6 +47,35 @@ def test_capture_of_an_unseen_problem_is_one_clear_error_and_the_stream_lives() 
     graph.replay()
     assert torch.equal(out, q + 1)
     autoflash.attention(q, k, v)
+
+
+def test_what_is_loaded_stands_in_while_an_unseen_problem_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The choice for the longer one can't be loaded in the capture; that of the shorter one runs."""
+    shorter = tensors(*[(1, 2, 128, 88)] * 3, dtype=torch.float16)
+    longer = tensors(*[(1, 2, 700, 88)] * 3, dtype=torch.float16)
+    autoflash.attention(*shorter, causal=True)
+    loaded = set(dispatch._launchers)
+    choose = dispatch.choose
+
+    def another(problem: Problem, target: Target, access: Access) -> Choice:
+        found = choose(problem, target, access)
+        configs = found.kernel.space.configs(problem, target)
+        used = {config for _, config, *_ in loaded}
+        return dataclasses.replace(found, config=next(c for c in configs if c not in used))
+
+    monkeypatch.setattr(dispatch, "choose", another)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = autoflash.attention(*longer, causal=True)
+    assert set(dispatch._launchers) == loaded
+    graph.replay()
+    assert_meets_rule(out, *longer, causal=True)
+    # Not remembered: the next call loads what was chosen.
+    autoflash.attention(*longer, causal=True)
+    assert len(dispatch._launchers) == len(loaded) + 1
+    dispatch.forget()
 
 
 def test_a_side_stream_is_waited_for() -> None:

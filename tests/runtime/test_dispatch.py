@@ -1,12 +1,14 @@
 """What dispatch does when a config does not build; no GPU is needed for that."""
 
+import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from autoflash.errors import CompileError
+from autoflash.errors import AutoFlashError, CompileError
 from autoflash.kernels import KERNELS
-from autoflash.kernels.kernel import ALIGNED
+from autoflash.kernels.kernel import ALIGNED, Access
 from autoflash.problem import Problem
 from autoflash.runtime import dispatch
 from autoflash.runtime.choose import Choice
@@ -86,3 +88,70 @@ def test_a_record_that_does_not_build_falls_back_within_its_kernel_first(tried, 
     assert launcher is choice
     # What serves then is not what was tuned.
     assert (choice.kernel, choice.how) == (KERNEL, "default")
+
+
+# --- while a CUDA graph is captured
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Puts launchers of these configs among the loaded ones, and captures."""
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "_launchers", {})
+
+    def load(*configs, kernel=KERNEL, problem=PROBLEM, access=ALIGNED, device=0):
+        for config in configs:
+            key = (kernel.name, config, *dispatch._shared(problem, access, device))
+            dispatch._launchers[key] = SimpleNamespace(kernel=kernel, config=config)
+
+    return load
+
+
+def test_a_choice_that_is_loaded_serves_a_capture(capturing):
+    default = KERNEL.default(PROBLEM, TARGET)
+    capturing(default)
+    launcher, choice = dispatch.launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+    assert launcher.config == choice.config == default
+    assert choice.passing is False
+
+
+def test_what_another_problem_has_loaded_stands_in_for_a_capture(capturing, caplog):
+    _, second, third, *_ = KERNEL.defaults(PROBLEM, TARGET)
+    capturing(third, second)
+    launcher, choice = dispatch.launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+
+    def ms(config):
+        blocks = KERNEL.estimate_blocks_per_sm(PROBLEM, config, TARGET)
+        return KERNEL.estimate_ms(PROBLEM, config, TARGET, blocks)
+
+    assert launcher.config == choice.config == min((third, second), key=ms)
+    assert (choice.how, choice.passing) == ("default", True)
+    assert "loaded already, while a CUDA graph is captured" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"problem": Problem.parse({"batch": 1, "heads": 2, "seqlen": 1024, "head_dim": 64})},
+        {"access": Access(aligned=False, tma=False)},
+        {"device": 1},
+        {"kernel": KERNELS["flash_bwd"]},
+    ],
+    ids=["nothing", "another code", "unaligned", "another device", "another op"],
+)
+def test_a_capture_with_nothing_that_fits_is_one_clear_error(capturing, changes):
+    if changes:
+        kernel = changes.get("kernel", KERNEL)
+        problem = dataclasses.replace(PROBLEM, op=kernel.op)
+        capturing(kernel.default(problem, TARGET), **changes)
+    with pytest.raises(AutoFlashError, match="call it once before the capture"):
+        dispatch.launcher_for(PROBLEM, TARGET, ALIGNED, 0)
+
+
+def test_lock_mode_has_no_stand_in(capturing, monkeypatch):
+    capturing(KERNEL.defaults(PROBLEM, TARGET)[1])
+    monkeypatch.setattr(dispatch, "choose", lambda *given: dispatch.default_choices(*given)[0])
+    monkeypatch.setenv("AUTOFLASH_MODE", "lock")
+    with pytest.raises(AutoFlashError, match="call it once before the capture"):
+        dispatch.launcher_for(PROBLEM, TARGET, ALIGNED, 0)

@@ -29,7 +29,8 @@ def gpu(monkeypatch):
 
     def launcher_for(problem, target, access, device):
         seen.asked.append((problem, access))
-        return SimpleNamespace(kernel=KERNELS["flash_bwd"], bind=bind), SimpleNamespace(how="tuned")
+        choice = SimpleNamespace(how="tuned", passing=False)
+        return SimpleNamespace(kernel=KERNELS["flash_bwd"], bind=bind), choice
 
     monkeypatch.setattr(dispatch_bwd, "launcher_for", launcher_for)
     monkeypatch.setattr(dispatch_bwd, "current_target", lambda device: named_target("h100"))
