@@ -52,7 +52,7 @@ def test_capture_of_an_unseen_problem_is_one_clear_error_and_the_stream_lives() 
 def test_what_is_loaded_stands_in_while_an_unseen_problem_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The choice for the longer one can't be loaded in the capture; that of the shorter one runs."""
+    """The longer one's choice can't be loaded in the capture; that of the shorter one runs."""
     shorter = tensors(*[(1, 2, 128, 88)] * 3, dtype=torch.float16)
     longer = tensors(*[(1, 2, 700, 88)] * 3, dtype=torch.float16)
     autoflash.attention(*shorter, causal=True)

@@ -2,15 +2,20 @@
 and crowns none. The process that asked for it, with a context of its own, goes on."""
 
 import contextlib
+import json
 import sqlite3
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 import autoflash
 from autoflash.kernels.kernel import Kernel
-from autoflash.problem import Bucket
+from autoflash.problem import Bucket, Problem
 from autoflash.runtime import dispatch
 from autoflash.settings import settings
 from autoflash.store.record import Trial, TrialStatus
@@ -129,3 +134,38 @@ def test_a_finalist_that_crashes_late_is_not_crowned(
     records = Store(settings().db_path, read_only=True).records()
     assert {record.kernel for record in records} <= {"flash_fwd", "flash_fwd_ws"}
     assert served(inputs) == "tuned"
+
+
+def test_a_tune_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Kill -9 after the first, the fifth and the twelfth trial; what was stored isn't run again."""
+    path = tmp_path / "killed.sqlite"
+    problem = Problem.parse({"batch": 1, "heads": 2, "seqlen": 256, "head_dim": 64})
+    command = [
+        *(sys.executable, "-m", "autoflash.cli", "tune", "--db", str(path), "--json"),
+        *("--heads", "2", "--seqlen", "256", "--head-dim", "64"),
+    ]
+
+    def trials() -> list[Trial]:
+        if not path.exists():
+            return []
+        store = Store(path, read_only=True)
+        return store.trials(Bucket.of(problem), current_target())
+
+    for count in (1, 5, 12):
+        tune = subprocess.Popen([*command, "--budget", "120"], stdout=subprocess.DEVNULL)
+        while len(trials()) < count:
+            assert tune.poll() is None, "it ended before it was killed"
+            time.sleep(0.05)
+        tune.kill()
+        tune.wait()
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    before = trials()
+    run = subprocess.run([*command, "--budget", "15"], capture_output=True, text=True, check=True)
+    (result,) = json.loads(run.stdout)
+    assert result["resumed"] >= len({t.config for t in before if t.status is TrialStatus.ok})
+    after = trials()
+    assert after[: len(before)] == before
+    settled = {(t.kernel, t.config) for t in before if t.status is TrialStatus.ok}
+    assert not settled & {(t.kernel, t.config) for t in after[len(before) :]}
+    assert result["record"]["config"] in [dict(t.config) for t in after]
