@@ -141,7 +141,8 @@ def test_a_tune_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "killed.sqlite"
     problem = Problem.parse({"batch": 1, "heads": 2, "seqlen": 256, "head_dim": 64})
     command = [
-        *(sys.executable, "-m", "autoflash.cli", "tune", "--db", str(path), "--json"),
+        *(sys.executable, "-c", "from autoflash.cli import main; main()"),
+        *("tune", "--db", str(path), "--json"),
         *("--heads", "2", "--seqlen", "256", "--head-dim", "64"),
     ]
 
