@@ -114,6 +114,9 @@ class Search:
 
     def tell(self, candidate: Candidate, ms: float | None) -> None:
         """The candidate's time in ms, or None if it failed."""
+        if candidate.kernel.name not in self._kernels:
+            # Replayed, of a kernel that has no feasible config now: there is nothing to learn.
+            return
         trial = self._open.pop(_key(candidate), None)
         if trial is None:
             # Replayed; what isn't feasible now still teaches, but is no part of the space.

@@ -295,7 +295,8 @@ class Study:
         return min((_median(t) for t in _timed(self.trials)), default=None)
 
     def _past(self) -> list[Trial]:
-        """Trials of an earlier run that still count: same problem, source and compiler.
+        """Trials of an earlier run that still count: same problem, source and compiler, of a config
+        that may still run.
 
         A trial that timed out or crashed may have been unlucky and is tried again, even if it went
         well before (it failed in the finals).
@@ -307,10 +308,19 @@ class Study:
                 continue
             if trial.provenance.triton != self.runner.versions["triton"]:
                 continue
+            if not self._may_run(trial):
+                continue
             source = render(KERNELS[trial.kernel], self.problem, trial.config)
             if source.kernel_hash == trial.provenance.source_hash:
                 found[(trial.kernel, trial.config.to_json())] = trial
         return [trial for trial in found.values() if trial.status not in _RETRIED]
+
+    def _may_run(self, trial: Trial) -> bool:
+        """Serving passes over a record that a constraint forbids: its trial must not win."""
+        kernel, target = KERNELS[trial.kernel], self.runner.target
+        if kernel not in self.kernels:
+            return False
+        return kernel.space.why_not(trial.config, self.problem, target, advice=False) is None
 
     def _advice(self) -> list[Candidate]:
         """Configs worth trying first: what the store knows nearby, and the kernels' defaults."""
