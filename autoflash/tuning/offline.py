@@ -3,8 +3,8 @@
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from autoflash.kernels import kernels_for
-from autoflash.problem import Problem
+from autoflash.kernels import KERNELS, kernels_for
+from autoflash.problem import Bucket, Problem
 from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord, time_stamp
 from autoflash.store.store import Store
 from autoflash.target import Target
@@ -15,6 +15,7 @@ from autoflash.tuning.progress import (
     StudyPlan,
     TuneResult,
     emitted_path,
+    is_of_same_code,
     make_record,
     make_trial,
 )
@@ -37,14 +38,21 @@ def tune_offline(
     the binaries' real resources, and store the first as predicted.
 
     Where everything spills (wide heads on older GPUs), those that spill least are ranked instead.
+    What an earlier run compiled is ranked with the rest, not compiled again.
     """
     begin = time.monotonic()
     study = _OfflineStudy(problem, runner, store, listener)
-    most = min(budget.trials or DEFAULT_TRIALS, len(study.candidates))
-    plan = StudyPlan(space=len(study.candidates), resumed=0, most=most, seconds=budget.seconds)
+    wanted = min(budget.trials or DEFAULT_TRIALS, len(study.candidates))
+    plan = StudyPlan(
+        space=len(study.candidates),
+        resumed=study.resumed,
+        most=max(0, wanted - study.resumed),
+        seconds=budget.seconds,
+    )
     listener.started(problem, runner.target, plan)
     interrupted = False
     try:
+        study.resume()
         study.run(begin + budget.seconds, budget.trials)
     except KeyboardInterrupt:
         interrupted = True
@@ -54,7 +62,7 @@ def tune_offline(
         target=runner.target,
         record=record,
         trials=study.trials,
-        resumed=0,
+        resumed=study.resumed,
         space=len(study.candidates),
         seconds=time.monotonic() - begin,
         path=emitted_path(record),
@@ -73,10 +81,22 @@ class _OfflineStudy:
         self._store = store
         self._listener = listener
         self._compiled: list[tuple[Candidate, Outcome]] = []
+        self._past = self._past_trials()
+        self._known = [candidate for candidate in self.candidates if candidate in self._past]
+
+    @property
+    def resumed(self) -> int:
+        """Candidates that an earlier run compiled."""
+        return len(self._known)
+
+    def resume(self) -> None:
+        """Rank what an earlier run compiled."""
+        for candidate in self._known:
+            self._rank(candidate, _outcome_of(self._past[candidate][-1]))
 
     def run(self, deadline: float, limit: int | None) -> None:
         """Compile in the ranking's order until the limit, the deadline or the space ends."""
-        queue = iter(self.candidates[:limit])
+        queue = (c for c in self.candidates[:limit] if c not in self._past)
         waiting: dict[Future[Outcome], Candidate] = {}
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -86,8 +106,7 @@ class _OfflineStudy:
                     break
                 for future in wait(waiting, left, FIRST_COMPLETED).done:
                     candidate, outcome = waiting.pop(future), future.result()
-                    self._compiled.append((candidate, outcome))
-                    self._keep(predict(self.problem, self._runner, candidate, outcome))
+                    self._rank(candidate, outcome)
         finally:
             for future in waiting:
                 future.cancel()
@@ -98,12 +117,12 @@ class _OfflineStudy:
             spilled = [pair for pair in self._compiled if _spills_only(pair[1], self._runner)]
             least = sorted(spilled, key=lambda pair: _spills(pair[1]))[:_ENOUGH]
             for candidate, outcome in least:
-                self._keep(predict(self.problem, self._runner, candidate, outcome, may_spill=True))
-        survivors = sorted(_survivors(self.trials), key=_time)
-        if not survivors:
+                trial = predict(self.problem, self._runner, candidate, outcome, may_spill=True)
+                self._keep(candidate, trial)
+        best = min(_survivors(self.trials), key=_order, default=None)
+        if best is None:
             return None
-        measurement = _model_time(_time(survivors[0]))
-        record = make_record(survivors[0], measurement, "predicted", time_stamp())
+        record = make_record(best, _model_time(_time(best)), "predicted", time_stamp())
         self._store.add_record(record)
         return record
 
@@ -114,11 +133,30 @@ class _OfflineStudy:
             return depth
         return min(depth, DEFAULT_TRIALS - len(self.trials))
 
-    def _keep(self, trial: Trial) -> None:
-        self._store.add_trial(trial)
+    def _rank(self, candidate: Candidate, outcome: Outcome) -> None:
+        self._compiled.append((candidate, outcome))
+        self._keep(candidate, predict(self.problem, self._runner, candidate, outcome))
+
+    def _keep(self, candidate: Candidate, trial: Trial) -> None:
+        past = self._past.get(candidate, [])
+        # A newer model may predict another time.
+        said = (trial.status, trial.predicted_ms)
+        if all((t.status, t.predicted_ms) != said for t in past):
+            self._store.add_trial(trial)
         self.trials.append(trial)
+        if past:
+            return
         best = min(map(_time, _survivors(self.trials)), default=None)
         self._listener.tried(trial, best)
+
+    def _past_trials(self) -> dict[Candidate, list[Trial]]:
+        """What is stored of candidates that an earlier run compiled, the newest last."""
+        found: dict[Candidate, list[Trial]] = {}
+        for trial in self._store.trials(Bucket.of(self.problem), self._runner.target):
+            if _tells_of_binary(trial) and is_of_same_code(trial, self.problem, self._runner):
+                candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
+                found.setdefault(candidate, []).append(trial)
+        return found
 
 
 def predict(
@@ -152,6 +190,41 @@ def model_ms(candidate: Candidate, problem: Problem, target: Target, resources: 
     return predicted * (1 + _SPILL_COST * resources.spills)
 
 
+def dropped_for_spills(trial: Trial) -> bool:
+    """Whether ``trial`` is one that ``predict`` dropped: with the GPU it would have been timed.
+
+    Of a Gluon candidate the compiling worker says the same, and that stands.
+    """
+    kernel, resources = KERNELS[trial.kernel], _resources(trial)
+    if trial.status is not TrialStatus.out_of_resources or resources is None:
+        return False
+    spilled = trial.reason == resources.why_spilled(kernel.tolerable_spills)
+    return spilled and kernel.language != "gluon"
+
+
+def _tells_of_binary(trial: Trial) -> bool:
+    """Whether ``trial`` says what its compilation came to."""
+    if trial.status is TrialStatus.predicted:
+        return _resources(trial) is not None
+    return trial.status in (TrialStatus.out_of_resources, TrialStatus.compile_error)
+
+
+def _outcome_of(trial: Trial) -> Outcome:
+    """What the compiler had said of a stored trial."""
+    resources = _resources(trial)
+    if trial.status is TrialStatus.predicted or dropped_for_spills(trial):
+        return Outcome(status=TrialStatus.ok, resources=resources)
+    return Outcome(status=trial.status, reason=trial.reason, resources=resources)
+
+
+def _resources(trial: Trial) -> Resources | None:
+    if trial.shared_bytes is None or trial.registers is None or trial.spills is None:
+        return None
+    return Resources(
+        shared_bytes=trial.shared_bytes, registers=trial.registers, spills=trial.spills
+    )
+
+
 def _spills(outcome: Outcome) -> int:
     return outcome.resources.spills if outcome.resources else 0
 
@@ -170,6 +243,11 @@ def _survivors(trials: list[Trial]) -> list[Trial]:
 def _time(trial: Trial) -> float:
     assert trial.predicted_ms is not None
     return trial.predicted_ms
+
+
+def _order(trial: Trial) -> tuple[float, str, str]:
+    """Ties as in ``ranked``, whatever was compiled first: running again gives the same record."""
+    return (_time(trial), trial.kernel, trial.config.to_json())
 
 
 def _model_time(ms: float) -> Measurement:

@@ -127,6 +127,14 @@ def make_trial(
     )
 
 
+def is_of_same_code(trial: Trial, problem: Problem, runner: Runner) -> bool:
+    """Whether a stored trial is of this very problem, source and compiler."""
+    if trial.problem != problem or trial.provenance.triton != runner.versions["triton"]:
+        return False
+    source = render(KERNELS[trial.kernel], problem, trial.config)
+    return source.kernel_hash == trial.provenance.source_hash
+
+
 def make_record(trial: Trial, measurement: Measurement, kind: str, created_at: str) -> TuningRecord:
     """The record of a winning trial. Those of one study share ``created_at``."""
     return TuningRecord(

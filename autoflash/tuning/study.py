@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.problem import Bucket, Problem
 from autoflash.store.evidence import Kernels, evidence_order
@@ -18,12 +17,14 @@ from autoflash.store.store import Store
 from autoflash.target import Target
 from autoflash.tuning.finals import Finals, finalists, winners
 from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.offline import dropped_for_spills
 from autoflash.tuning.progress import (
     Budget,
     Listener,
     StudyPlan,
     TuneResult,
     emitted_path,
+    is_of_same_code,
     make_record,
     make_trial,
 )
@@ -299,19 +300,15 @@ class Study:
         that may still run.
 
         A trial that timed out or crashed may have been unlucky and is tried again, even if it went
-        well before (it failed in the finals).
+        well before (it failed in the finals); one that an offline tune dropped was never timed.
         """
         target = self.runner.target
         found: dict[tuple[str, str], Trial] = {}
         for trial in self.store.trials(Bucket.of(self.problem), target):
-            if trial.problem != self.problem or trial.status in _PASSED_OVER:
+            passed_over = trial.status in _PASSED_OVER or dropped_for_spills(trial)
+            if passed_over or not self._may_run(trial):
                 continue
-            if trial.provenance.triton != self.runner.versions["triton"]:
-                continue
-            if not self._may_run(trial):
-                continue
-            source = render(KERNELS[trial.kernel], self.problem, trial.config)
-            if source.kernel_hash == trial.provenance.source_hash:
+            if is_of_same_code(trial, self.problem, self.runner):
                 found[(trial.kernel, trial.config.to_json())] = trial
         return [trial for trial in found.values() if trial.status not in _RETRIED]
 

@@ -43,6 +43,11 @@ class Counting(Listener):
         self.events.append(result)
 
 
+def best_of(trials):
+    """The one of the shortest predicted time; of equals the first by its config."""
+    return min(trials, key=lambda t: (t.predicted_ms, t.config.to_json()))
+
+
 def test_end_to_end_with_the_real_compilers(monkeypatch):
     monkeypatch.setenv("AUTOFLASH_WORKERS", "2")
     listener = Counting()
@@ -58,7 +63,7 @@ def test_end_to_end_with_the_real_compilers(monkeypatch):
         assert trial.spills == 0
 
     record = result.record
-    best = min(result.trials, key=lambda t: t.predicted_ms)
+    best = best_of(result.trials)
     assert (record.kind, record.config) == ("predicted", best.config)
     ms = best.predicted_ms
     assert record.measurement == Measurement(
@@ -229,7 +234,7 @@ def test_where_everything_spills_those_that_spill_least_are_ranked(lab, store):
         assert trial.status is TrialStatus.predicted
         assert trial.reason == f"spills {trial.spills} bytes of registers per thread"
         assert trial.predicted_ms == pytest.approx(clean * (1 + 3e-4 * trial.spills), rel=1e-12)
-    assert result.record.config == min(ranked, key=lambda t: t.predicted_ms).config
+    assert result.record.config == best_of(ranked).config
 
 
 def test_when_few_survive_the_ranking_is_walked_further(lab, store):
@@ -264,7 +269,7 @@ def test_an_interruption_keeps_what_was_ranked(lab, store):
     result = tune_offline(lab.problem, runner, store, AMPLE, Listener())
     assert result.interrupted is True
     assert len(result.trials) == 4
-    assert result.record.config == min(result.trials, key=lambda t: t.predicted_ms).config
+    assert result.record.config == best_of(result.trials).config
     assert store.records() == [result.record]
 
 
@@ -281,3 +286,99 @@ def test_a_prediction_never_hides_a_measurement(lab, store):
     runner = lab.runner(recorded)
     again = tune_one(lab.problem, runner, store, AMPLE, Listener())
     assert (again.resumed, runner.asked) == (24, [])
+
+
+def test_what_was_dropped_for_its_spills_is_timed_on_the_gpu(lab, store):
+    """Nor does an offline tune that comes after it spoil the time."""
+    from autoflash.tuning.study import tune_one
+
+    recorded = [dataclasses.replace(t, spills=16) for t in lab.trials()]
+    dropped = tune_offline(lab.problem, lab.runner(recorded), store, AMPLE, Listener()).trials
+    assert {t.status for t in dropped[:24]} == {TrialStatus.out_of_resources}
+    runner = lab.runner(recorded)
+    result = tune_one(lab.problem, runner, store, AMPLE, Listener())
+    assert (result.resumed, len(runner.asked)) == (0, 24)
+    assert result.record.config == recorded[0].config
+    tune_offline(lab.problem, lab.runner(recorded), store, AMPLE, Listener())
+    runner = lab.runner(recorded)
+    again = tune_one(lab.problem, runner, store, AMPLE, Listener())
+    assert (again.resumed, runner.asked) == (24, [])
+    assert again.record.config == recorded[0].config
+
+
+@pytest.mark.parametrize("spilled", [0, 8])
+def test_running_again_compiles_and_stores_nothing_twice(lab, store, spilled):
+    failures = {0: TrialStatus.compile_error, 1: TrialStatus.out_of_resources}
+    recorded = [
+        dataclasses.replace(t, spills=spilled * (i + 1)) for i, t in enumerate(lab.trials(failures))
+    ]
+    budget = Budget(seconds=600, trials=10)
+    first = tune_offline(lab.problem, lab.runner(recorded), store, budget, Listener())
+    stored = store.trials(Bucket.of(lab.problem), lab.a100)
+    assert (first.resumed, len(stored)) == (0, 14 if spilled else 10)
+
+    runner, listener = lab.runner(recorded), Counting()
+    second = tune_offline(lab.problem, runner, store, budget, listener)
+    assert (second.resumed, runner.asked) == (10, [])
+    plan = StudyPlan(space=24, resumed=10, most=0, seconds=600)
+    assert listener.events == [(lab.problem, lab.a100, plan), second]
+    assert store.trials(Bucket.of(lab.problem), lab.a100) == stored
+    assert second.record.config == first.record.config
+    assert second.record.measurement == first.record.measurement
+
+    # With a larger budget only those that are new.
+    runner = lab.runner(recorded)
+    third = tune_offline(lab.problem, runner, store, AMPLE, Listener())
+    assert third.resumed == 10
+    assert runner.asked == lab.candidates()[10:]
+    whole = tune_offline(lab.problem, lab.runner(recorded), Store(store.path.with_name("other")),
+                         AMPLE, Listener())  # fmt: skip
+    assert third.record.config == whole.record.config
+    assert third.record.measurement == whole.record.measurement
+
+
+@pytest.mark.parametrize("status", [TrialStatus.timeout, TrialStatus.crashed, "unknown binary"])
+def test_what_says_nothing_of_a_binary_is_compiled_again(lab, store, status):
+    recorded = lab.trials()
+    if status == "unknown binary":
+        foreign = {"status": TrialStatus.predicted, "measurement": None, "predicted_ms": 1e-9}
+        store.add_trials(dataclasses.replace(t, registers=None, **foreign) for t in recorded)
+    else:
+        store.add_trials(lab.trials(dict.fromkeys(range(24), status)))
+    runner = lab.runner(recorded)
+    result = tune_offline(lab.problem, runner, store, AMPLE, Listener())
+    assert (result.resumed, len(runner.asked)) == (0, 24)
+
+
+def test_killed_while_it_ranks_it_goes_on(lab, store):
+    class Killed(RecordedRunner):
+        def compile(self, problem, candidate):
+            if len(self.asked) == 7:
+                raise SystemExit
+            return super().compile(problem, candidate)
+
+    with pytest.raises(SystemExit):
+        tune_offline(lab.problem, lab.runner(lab.trials(), Killed), store, AMPLE, Listener())
+    kept = [t.config for t in store.trials(Bucket.of(lab.problem), lab.a100)]
+    assert 5 <= len(kept) <= 7
+    runner = lab.runner(lab.trials())
+    result = tune_offline(lab.problem, runner, store, AMPLE, Listener())
+    assert result.resumed == len(kept)
+    assert {c.config for c in runner.asked}.isdisjoint(kept)
+    assert len(runner.asked) == 24 - len(kept)
+    assert result.record.config == best_of(result.trials).config
+
+
+def test_a_newer_model_predicts_anew_what_was_compiled(lab, store, monkeypatch):
+    tune_offline(lab.problem, lab.runner(lab.trials()), store, AMPLE, Listener())
+    old = store.trials(Bucket.of(lab.problem), lab.a100)
+    estimate = type(lab.kernel).estimate_ms
+    monkeypatch.setattr(type(lab.kernel), "estimate_ms", lambda *a: 2 * estimate(*a))
+    runner = lab.runner(lab.trials())
+    result = tune_offline(lab.problem, runner, store, AMPLE, Listener())
+    assert (result.resumed, runner.asked) == (24, [])
+    new = store.trials(Bucket.of(lab.problem), lab.a100)[len(old) :]
+    assert {t.config: t.predicted_ms for t in new} == {
+        t.config: pytest.approx(2 * t.predicted_ms) for t in old
+    }
+    assert result.record.measurement.median_ms == min(t.predicted_ms for t in new)
