@@ -16,6 +16,7 @@ from autoflash.tuning.resources import Resources
 
 COMPILE_LIMIT_S = 60.0
 MEASURE_LIMIT_S = 20.0
+DESCRIBE_LIMIT_S = 60.0
 
 
 class Runner(Protocol):
@@ -41,6 +42,14 @@ class Runner(Protocol):
     ) -> list[Outcome]:
         """Time the finalists in turns."""
         ...
+
+
+def describe_message() -> Message:
+    """What asks a worker for the GPU that it sees."""
+    # Asked of torch only if it is there: the parent makes no context.
+    torch = sys.modules.get("torch")
+    contexts = int(torch is not None and torch.cuda.is_initialized())
+    return {"do": "describe", "parents_contexts": contexts}
 
 
 @contextmanager
@@ -76,14 +85,11 @@ class LiveRunner:
         """``workers``: its share of the pool."""
         self.workers = workers
         self._pool = pool
-        # Asked of torch only if it is there: the parent makes no context.
-        torch = sys.modules.get("torch")
-        contexts = int(torch is not None and torch.cuda.is_initialized())
-        describe = {"do": "describe", "parents_contexts": contexts}
+        describe = describe_message()
         self._gpu = Worker(describe, gpu)
         if target is None:
             try:
-                found = self._gpu.ask(describe, 60)
+                found = self._gpu.ask(describe, DESCRIBE_LIMIT_S)
             except BaseException:
                 self.close()
                 raise

@@ -7,11 +7,12 @@ from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.settings import settings
 from autoflash.store.store import Store
-from autoflash.target import Target, current_target, gpu_is_present, named_target
+from autoflash.target import Target, gpu_is_present, named_target
 from autoflash.tuning.gpus import gpu_names
 from autoflash.tuning.offline import tune_offline
+from autoflash.tuning.pool import Worker
 from autoflash.tuning.progress import Budget, Listener, OneAtATime, TuneResult
-from autoflash.tuning.runner import Runner, live_runners
+from autoflash.tuning.runner import DESCRIBE_LIMIT_S, Runner, describe_message, live_runners
 from autoflash.tuning.side_by_side import forget_plans, tune_on
 
 DEFAULT_BUDGET_S = 60.0
@@ -86,7 +87,10 @@ def _tune_offline(
 def target_to_tune(target: Target | str | None) -> Target:
     """The GPU that ``tune`` would tune for. Raises UnsupportedError for none, InvalidInputError for
     an unknown name."""
-    return _absent(target) or current_target()
+    absent = _absent(target)
+    if absent is None and not gpu_is_present():
+        raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
+    return absent or _present()
 
 
 def _absent(target: Target | str | None) -> Target | None:
@@ -96,9 +100,11 @@ def _absent(target: Target | str | None) -> Target | None:
 
 
 def _is_present(target: Target) -> bool:
-    if not gpu_is_present():
-        return False
-    import torch
+    return gpu_is_present() and _present().name == target.name
 
-    # Asks no more than the name: the parent makes no CUDA context.
-    return torch.cuda.get_device_name() == target.name
+
+def _present() -> Target:
+    """The GPU that is here. torch can't tell its name without initialising CUDA: not in the user's
+    process, which may mean to fork."""
+    with Worker() as worker:
+        return Target(**worker.ask(describe_message(), DESCRIBE_LIMIT_S)["target"])

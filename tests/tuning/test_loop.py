@@ -1,6 +1,7 @@
 """The tuning loop over recorded trials: no GPU, no compiler, no clock but a made-up one."""
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -811,15 +812,32 @@ class Live:
         self.made_with.append("closed")
 
 
+class Describing(contextlib.nullcontext):
+    """Stands in for a worker that is asked for its GPU."""
+
+    def __init__(self, name):
+        super().__init__(self)
+        self.name = name
+
+    def ask(self, message, limit_s):
+        assert message == {"do": "describe"}
+        return {"target": {"name": self.name}}
+
+
 @pytest.fixture
 def present(lab, monkeypatch):
     """A machine with an A100 whose trials are recorded."""
+
+    def refuse():
+        raise AssertionError("CUDA was initialised in the user's process")
+
+    monkeypatch.setattr("torch.cuda._lazy_init", refuse)
 
     def install(trials, kind=RecordedRunner):
         live = Live(lab.runner(trials, kind))
         monkeypatch.setattr(loop, "live_runners", live)
         monkeypatch.setattr(loop, "gpu_is_present", lambda: True)
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda: lab.a100.name)
+        monkeypatch.setattr(loop, "Worker", lambda: Describing(lab.a100.name))
         monkeypatch.setenv("AUTOFLASH_WORKERS", "3")
         return live
 
@@ -836,6 +854,13 @@ def test_tune_on_the_gpu_that_is_present(lab, store, present, target):
     assert [r.record.config for r in results] == [trials[0].config, others[0].config]
     assert {r.record.kind for r in results} == {"measured"}
     assert live.made_with == [(3, None, [None]), "closed"]
+
+
+def test_tune_for_another_gpu_than_the_one_that_is_present(lab, store, present):
+    live = present(lab.trials())
+    (result,) = tune(lab.problem, target="h100", trials=1, store=store)
+    assert live.made_with == [(3, named_target("h100")), "closed"]
+    assert result.record.kind == "predicted"
 
 
 def test_tune_takes_one_problem_and_the_users_store(lab, present):
