@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from autoflash.errors import AutoFlashError
 from autoflash.tuning.job import Message
@@ -38,9 +39,7 @@ class Worker:
     def __init__(self, first: Message = _START, gpu: str | None = None) -> None:
         """``gpu``: the one that it sees alone, by its name in CUDA_VISIBLE_DEVICES."""
         self._first = first
-        self._environment = {"OMP_NUM_THREADS": "1"}
-        if gpu is not None:
-            self._environment["CUDA_VISIBLE_DEVICES"] = gpu
+        self._gpu = gpu
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._started = False
@@ -115,7 +114,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **self._environment},
+                env=_environment(self._gpu),
             )
             self._kill_if_closed()
         return self._process
@@ -153,6 +152,20 @@ class Worker:
 
     def __exit__(self, *unused: object) -> None:
         self.stop()
+
+
+def _environment(gpu: str | None) -> dict[str, str]:
+    """A worker's: ours, but that it sees ``gpu`` alone, if one is named, and that ``python -m`` looks for modules in the working directory only if
+    this process does too. What lies there is the user's (Python 3.10 always looks)."""
+    found = {**os.environ, "OMP_NUM_THREADS": "1"}
+    here = {""}
+    with contextlib.suppress(FileNotFoundError):
+        here.add(str(Path.cwd()))
+    if here.isdisjoint(sys.path):
+        found["PYTHONSAFEPATH"] = "1"
+    if gpu is not None:
+        found["CUDA_VISIBLE_DEVICES"] = gpu
+    return found
 
 
 class WorkerPool:
