@@ -8,7 +8,10 @@ import functools
 import importlib
 import json
 import os
+import select
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -169,8 +172,24 @@ class Bench:
         return {"outcomes": outcomes}
 
 
+def _end_with_parent() -> None:
+    """Kill this process and its tools once the parent is gone.
+
+    Between two messages the end of the input says so; in a job that hangs nobody would look, and
+    the GPU would be held for good.
+    """
+    # Without a wish it tells of a hang-up alone.
+    pipe = select.poll()
+    pipe.register(sys.stdin, 0)
+    pipe.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Answer messages until standard input closes."""
+    # A worker leads a session; one that a person runs by hand may have a pipe that ends early.
+    if os.getsid(0) == os.getpid():
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     # What kernels and compilers print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
