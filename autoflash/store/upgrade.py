@@ -70,9 +70,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _create(path: Path) -> None:
     """Under the lock: build the database beside its place, so that no one sees half of it."""
-    draft = path.with_name(path.name + ".new")
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        path.with_name(draft.name + suffix).unlink(missing_ok=True)
+    draft = _fresh_draft(path)
     _migrate(draft)
     try:
         with contextlib.closing(sqlite3.connect(draft)) as connection:
@@ -86,6 +84,14 @@ def _create(path: Path) -> None:
     draft.replace(path)
 
 
+def _fresh_draft(path: Path) -> Path:
+    """Where to build what shall appear at ``path`` at once; rid of what a killed process left."""
+    draft = path.with_name(path.name + ".new")
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        path.with_name(draft.name + suffix).unlink(missing_ok=True)
+    return draft
+
+
 def _upgrade(path: Path, version: str | None) -> None:
     if version is None:
         _migrate(path)
@@ -95,16 +101,18 @@ def _upgrade(path: Path, version: str | None) -> None:
     while backup.exists():
         count += 1
         backup = path.with_name(f"{path.name}.backup-{version}.{count}")
+    draft = _fresh_draft(path)
     try:
         # Not a file copy: the newest rows may still be in the WAL.
         with (
             contextlib.closing(sqlite3.connect(schema.uri(path, "mode=ro"), uri=True)) as source,
-            contextlib.closing(sqlite3.connect(backup)) as destination,
+            contextlib.closing(sqlite3.connect(draft)) as destination,
         ):
             source.backup(destination)
     except sqlite3.Error as error:
-        backup.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise StoreError(f"{path}: can't be backed up to {backup.name}: {error}") from error
+    draft.replace(backup)
     logger.info("%s: upgrading from schema %s; a backup is in %s", path, version, backup.name)
     _migrate(path)
 

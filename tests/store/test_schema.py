@@ -1,6 +1,10 @@
 """Creating a store, upgrading it, and the schema that the migrations make."""
 
+import functools
+import multiprocessing
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -206,6 +210,47 @@ def test_an_upgrade_that_fails_changes_nothing(store, path, make, next_version):
             Store(path)
     assert "comment" not in columns(path)
     assert Store(path, read_only=True).records() == [make.record()]
+
+
+def killed_upgrading(path):
+    """Opens the store in a fork that kills itself on the way."""
+    child = multiprocessing.get_context("fork").Process(target=Store, args=(path,))
+    child.start()
+    child.join(timeout=240)
+    return child.exitcode == -signal.SIGKILL
+
+
+def test_an_upgrade_that_is_killed_changes_nothing(store, path, make, next_version, monkeypatch):
+    store.add_record(make.record())
+    next_version(more='import os; os.kill(os.getpid(), 9) if os.environ.get("KILL") else None')
+    monkeypatch.setenv("KILL", "1")
+    assert killed_upgrading(path)
+    assert integrity(path) == "ok"
+    assert "comment" not in columns(path)
+    monkeypatch.delenv("KILL")
+    assert Store(path).records() == [make.record()]
+    assert "comment" in columns(path)
+
+
+class KilledCopying(sqlite3.Connection):
+    """Copies one page; then the process is killed."""
+
+    def backup(self, target):
+        super().backup(target, pages=1, progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_half_a_backup_never_passes_for_one(store, path, make, next_version, monkeypatch):
+    store.add_record(make.record())
+    next_version()
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=KilledCopying))
+        assert killed_upgrading(path)
+    backup = path.with_name(f"{path.name}.backup-0001")
+    assert not backup.exists()
+    assert Store(path).records() == [make.record()]
+    assert integrity(backup) == "ok"
+    assert "kernel" in columns(backup)
+    assert [p.name for p in path.parent.glob("*.backup-*")] == [backup.name]
 
 
 def test_a_lock_that_stays_taken_is_a_store_error(path, monkeypatch):
