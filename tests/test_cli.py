@@ -328,7 +328,8 @@ def test_missed_goes_by_the_store_that_is_named(asked, noted, tmp_path):
 
 def test_missed_on_the_gpu_that_is_here(asked, noted, monkeypatch):
     noted((PROBLEM, 2))
-    monkeypatch.setattr("autoflash.tuning.tune.current_target", lambda: H100)
+    monkeypatch.setattr("autoflash.tuning.tune.gpu_is_present", lambda: True)
+    monkeypatch.setattr("autoflash.tuning.tune._present", lambda: H100)
     assert autoflash("tune", "--missed").code == 0
     assert (asked[0]["problems"], asked[0]["target"]) == ([PROBLEM], None)
 

@@ -108,7 +108,7 @@ def test_the_pool_only_hands_the_environment_on():
     lines = (PACKAGE / "tuning" / "pool.py").read_text().splitlines()
     used = [lines[number - 1].strip() for number in environment_uses(tree)]
     # A dict that spreads all of it: no variable is looked at.
-    assert [line.startswith("env={**os.environ, ") for line in used] == [True]
+    assert [line.startswith("found = {**os.environ, ") for line in used] == [True]
 
 
 def test_the_library_never_prints():

@@ -245,7 +245,7 @@ def test_half_a_backup_never_passes_for_one(store, path, make, next_version, mon
     with monkeypatch.context() as patch:
         patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=KilledCopying))
         assert killed_upgrading(path)
-    backup = path.with_name(f"{path.name}.backup-0001")
+    backup = path.with_name(f"{path.name}.backup-0002")
     assert not backup.exists()
     assert Store(path).records() == [make.record()]
     assert integrity(backup) == "ok"

@@ -815,13 +815,13 @@ class Live:
 class Describing(contextlib.nullcontext):
     """Stands in for a worker that is asked for its GPU."""
 
-    def __init__(self, name):
+    def __init__(self, target):
         super().__init__(self)
-        self.name = name
+        self.target = target
 
     def ask(self, message, limit_s):
-        assert message == {"do": "describe"}
-        return {"target": {"name": self.name}}
+        assert message == {"do": "describe", "parents_contexts": 0}
+        return {"target": dataclasses.asdict(self.target), "versions": {}, "busy": ""}
 
 
 @pytest.fixture
@@ -837,7 +837,7 @@ def present(lab, monkeypatch):
         live = Live(lab.runner(trials, kind))
         monkeypatch.setattr(loop, "live_runners", live)
         monkeypatch.setattr(loop, "gpu_is_present", lambda: True)
-        monkeypatch.setattr(loop, "Worker", lambda: Describing(lab.a100.name))
+        monkeypatch.setattr(loop, "Worker", lambda: Describing(lab.a100))
         monkeypatch.setenv("AUTOFLASH_WORKERS", "3")
         return live
 
@@ -859,7 +859,7 @@ def test_tune_on_the_gpu_that_is_present(lab, store, present, target):
 def test_tune_for_another_gpu_than_the_one_that_is_present(lab, store, present):
     live = present(lab.trials())
     (result,) = tune(lab.problem, target="h100", trials=1, store=store)
-    assert live.made_with == [(3, named_target("h100")), "closed"]
+    assert live.made_with == [(3, named_target("h100"), [None]), "closed"]
     assert result.record.kind == "predicted"
 
 
@@ -938,12 +938,12 @@ def test_tune_without_a_gpu_wants_a_target(lab, store, monkeypatch):
 
 def test_the_target_that_would_be_tuned(lab, present, monkeypatch):
     here = dataclasses.replace(lab.a100, memory_gib=40)
-    monkeypatch.setattr(loop, "current_target", lambda: here)
     assert target_to_tune("h100") == named_target("h100")
     present([])
+    monkeypatch.setattr(loop, "Worker", lambda: Describing(here))
     # What is here is asked what it is, even if it is named.
     for target in (None, "a100", lab.a100):
-        assert target_to_tune(target) is here
+        assert target_to_tune(target) == here
     assert target_to_tune("h100") == named_target("h100")
     with pytest.raises(InvalidInputError, match="unknown target 'v100'"):
         target_to_tune("v100")
