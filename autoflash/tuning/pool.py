@@ -155,9 +155,9 @@ class Worker:
 
 
 def _environment(gpu: str | None) -> dict[str, str]:
-    """A worker's: ours, but that it sees ``gpu`` alone, if one is named, and that ``python -m`` looks
-    for modules in the working directory only if this process does too. What lies there is the
-    user's (Python 3.10 always looks)."""
+    """A worker's: ours, but that it sees ``gpu`` alone, if one is named, and that ``python -m``
+    looks for modules in the working directory only if this process does too. What lies there is
+    the user's (Python 3.10 always looks)."""
     found = {**os.environ, "OMP_NUM_THREADS": "1"}
     here = {""}
     with contextlib.suppress(FileNotFoundError):

@@ -166,7 +166,8 @@ class Study:
         search = self._open_search()
         # Records that were stored since the first ones were asked for.
         search.advise(self._advice())
-        unseen = len(self.candidates) - self.resumed
+        # Resumed trials may be of configs that advice has cut since.
+        unseen = max(0, len(self.candidates) - self.resumed)
         limit = self.budget.trials
         plan = StudyPlan(
             space=len(self.candidates),
