@@ -1,7 +1,6 @@
 """attention() and explain(): documentation and validation, nothing else."""
 
 import math
-import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ def explain(
         path=emit(render(choice.kernel, problem, choice.config)),
         tune=tune_command(problem),
         pipeline=tuple(choice.kernel.pipeline(problem, choice.config)),
-        expected_loss=statistics.median(losses) if losses else None,
+        expected_loss=_median(losses) if losses else None,
     )
 
 
@@ -213,9 +212,16 @@ def _loss_in_words(losses: list[float]) -> str:
         return "; what that loses is not known: no trial of its config on another problem"
     several = f"{len(losses)} other problems" if len(losses) > 1 else "another problem"
     return (
-        f"; on {several} where it was tried it was {statistics.median(losses):.1%} slower than "
+        f"; on {several} where it was tried it was {_median(losses):.1%} slower than "
         f"the best (at most {max(losses):.1%})"
     )
+
+
+def _median(losses: list[float]) -> float:
+    # It loads decimal, which importing autoflash shouldn't.
+    import statistics
+
+    return statistics.median(losses)
 
 
 def _check_others(others: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import logging
 import threading
 import time
@@ -10,21 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from autoflash.kernels import KERNELS, kernels_for
-from autoflash.problem import Bucket, Problem
-from autoflash.store.evidence import Kernels, evidence_order
+from autoflash.problem import Problem
+from autoflash.store.evidence import evidence_order
 from autoflash.store.record import Trial, TrialStatus, TuningRecord, time_stamp
 from autoflash.store.store import Store
-from autoflash.target import Target
+from autoflash.tuning import known
 from autoflash.tuning.finals import Finals, finalists, winners
 from autoflash.tuning.job import Candidate, Outcome
-from autoflash.tuning.offline import dropped_for_spills
 from autoflash.tuning.progress import (
     Budget,
     Listener,
     StudyPlan,
     TuneResult,
     emitted_path,
-    is_of_same_code,
     make_record,
     make_trial,
 )
@@ -39,8 +36,6 @@ _FINALS_S = 4.0
 _GRACE_S = 30.0
 # A candidate whose first samples are this much slower than the best is not timed further.
 _GIVE_UP = 1.3
-# Configs of each kernel, by the written model, that are tried before TPE has a say.
-_FIRST_OF_KERNEL = 2
 # Seconds of one core that a candidate takes to compile, for guessing what a budget can hold.
 _COMPILE_S = 4.0
 
@@ -109,11 +104,7 @@ class Study:
         self.resumed = 0
         self.kernels = kernels_for(problem, runner.target)
         self.candidates = ranked(self.kernels, problem, runner.target)
-        self._defaults = [
-            Candidate(kernel=kernel, config=config, came_from="default")
-            for kernel in self.kernels
-            for config in kernel.defaults(problem, runner.target)[:1]
-        ]
+        self._defaults = known.defaults(problem, runner.target, self.kernels)
         self._search: Search | None = None
         self._asked = 0
         self._waiting: dict[Future[Outcome], Candidate] = {}
@@ -165,7 +156,7 @@ class Study:
         """Try candidates until the budget or the space ends."""
         search = self._open_search()
         # Records that were stored since the first ones were asked for.
-        search.advise(self._advice())
+        search.advise(self._known_first())
         # Resumed trials may be of configs that advice has cut since.
         unseen = max(0, len(self.candidates) - self.resumed)
         limit = self.budget.trials
@@ -199,13 +190,17 @@ class Study:
             limit = self.budget.trials
             capacity = self.runner.workers * self.budget.seconds / _COMPILE_S
             brute_force = len(self.candidates) <= (limit or capacity)
-            first = self._advice()
+            first = self._known_first()
             self._search = Search(self.candidates, brute_force=brute_force, first=first)
-            for trial in self._past():
+            for trial in known.past_trials(self.store, self.problem, self.runner, self.kernels):
                 self.resumed += 1
                 candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
                 self._learn(candidate, trial)
         return self._search
+
+    def _known_first(self) -> list[Candidate]:
+        target, kernels = self.runner.target, self.kernels
+        return known.advice(self.store, self.problem, target, kernels, self.candidates)
 
     def _fill(self, search: Search) -> None:
         """Keep every compiler busy."""
@@ -295,61 +290,6 @@ class Study:
 
     def _best_ms(self) -> float | None:
         return min((_median(t) for t in _timed(self.trials)), default=None)
-
-    def _past(self) -> list[Trial]:
-        """Trials of an earlier run that still count: same problem, source and compiler, of a config
-        that may still run.
-
-        A trial that timed out or crashed may have been unlucky and is tried again, even if it went
-        well before (it failed in the finals); one that an offline tune dropped was never timed.
-        """
-        target = self.runner.target
-        found: dict[tuple[str, str], Trial] = {}
-        for trial in self.store.trials(Bucket.of(self.problem), target):
-            passed_over = trial.status in _PASSED_OVER or dropped_for_spills(trial)
-            if passed_over or not self._may_run(trial):
-                continue
-            if is_of_same_code(trial, self.problem, self.runner):
-                found[(trial.kernel, trial.config.to_json())] = trial
-        return [trial for trial in found.values() if trial.status not in _RETRIED]
-
-    def _may_run(self, trial: Trial) -> bool:
-        """Serving passes over a record that a constraint forbids: its trial must not win."""
-        kernel, target = KERNELS[trial.kernel], self.runner.target
-        if kernel not in self.kernels:
-            return False
-        return kernel.space.why_not(trial.config, self.problem, target, advice=False) is None
-
-    def _advice(self) -> list[Candidate]:
-        """Configs worth trying first: what the store knows nearby, and the kernels' defaults."""
-        bucket, target = Bucket.of(self.problem), self.runner.target
-        advice = self._known(bucket, target, None)
-        for kernel in self.kernels:
-            advice += self._known(bucket, target, frozenset({kernel.name}))
-        advice += self._defaults
-        for kernel in self.kernels:
-            # Each kernel's best is kept: none is judged by its default alone.
-            own = (c for c in self.candidates if c.kernel is kernel)
-            advice += itertools.islice(own, _FIRST_OF_KERNEL)
-        return advice
-
-    def _known(self, bucket: Bucket, target: Target, kernels: Kernels) -> list[Candidate]:
-        """The configs of the store's records of the bucket, its neighbours and its siblings."""
-        own = self.store.best(bucket, target, kernels)
-        near = self.store.neighbours(bucket, target, kernels)[:3]
-        siblings = self.store.siblings(bucket, target, kernels)[:2]
-        known = [(own, "record")] if own else []
-        known += [(record, f"neighbour {record.bucket.label()}") for record in near]
-        known += [(record, f"sibling {record.target.name}") for record in siblings]
-        return [
-            Candidate(kernel=KERNELS[record.kernel], config=record.config, came_from=came_from)
-            for record, came_from in known
-        ]
-
-
-_RETRIED = (TrialStatus.timeout, TrialStatus.crashed)
-# They say nothing against an earlier trial either.
-_PASSED_OVER = (TrialStatus.noisy, TrialStatus.predicted)
 
 
 def _ms(trial: Trial) -> float | None:
