@@ -27,8 +27,9 @@ def main() -> None:
         records = [record for record in found if record.target.slug == slug]
         if path.exists():
             records += load_records(path.read_text(encoding="utf-8"))[0]
-        path.write_text(dump_records(best_of_each(records)), encoding="utf-8")
-        print(f"{path}: {len(best_of_each(records))} records")
+        best = best_of_each(records)
+        path.write_text(dump_records(best), encoding="utf-8")
+        print(f"{path}: {len(best)} records")
 
 
 def best_of_each(records: list[TuningRecord]) -> list[TuningRecord]:

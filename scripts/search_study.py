@@ -22,6 +22,7 @@ from rich.table import Table
 
 from autoflash.kernels import KERNELS
 from autoflash.tuning.job import Candidate
+from autoflash.tuning.known import defaults
 from autoflash.tuning.recorded import load_trials
 from autoflash.tuning.replay import (
     Asking,
@@ -114,12 +115,7 @@ def advice(space: Space, spaces: Sequence[Space]) -> list[Candidate]:
             near.append((distance, len(near), min(times, key=times.__getitem__)))
     winners = [candidate for *_, candidate in sorted(near, key=lambda item: item[:2])]
     kernels = [KERNELS[name] for name in sorted({trial.kernel for trial in space.trials})]
-    defaults = [
-        Candidate(kernel=kernel, config=config)
-        for kernel in kernels
-        for config in kernel.defaults(problem, target)[:1]
-    ]
-    return winners[:_NEIGHBOURS] + defaults
+    return winners[:_NEIGHBOURS] + defaults(problem, target, kernels)
 
 
 def _median_course(courses: Sequence[Sequence[float]]) -> list[float]:

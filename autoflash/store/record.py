@@ -150,6 +150,12 @@ class Trial:
                 _check_count(name, getattr(self, name), low=0)
 
     @property
+    def timed_ms(self) -> float | None:
+        """The time of a trial that ran right; None for any other, whatever was measured."""
+        right = self.status in (TrialStatus.ok, TrialStatus.noisy)
+        return self.measurement.median_ms if right and self.measurement else None
+
+    @property
     def bucket(self) -> Bucket:
         """The bucket of the study that the trial belongs to."""
         return Bucket.of(self.problem)

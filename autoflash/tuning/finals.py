@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.store.record import Measurement, Trial, TrialStatus
 from autoflash.tuning.job import Candidate, Outcome
@@ -68,7 +67,7 @@ class Finals:
         they fail though none does alone, or where there is no time left for turns.
         """
         while chosen := finalists(self._timed()):
-            candidates = [Candidate(kernel=KERNELS[t.kernel], config=t.config) for t in chosen]
+            candidates = [Candidate.of(t) for t in chosen]
             together = self._runner.interleave(self._problem, candidates, _ROUNDS)
             if any(map(_survived, together)):
                 return chosen, self._settle(chosen, enumerate(together))

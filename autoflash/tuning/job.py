@@ -8,7 +8,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config
-from autoflash.store.record import Measurement, TrialStatus
+from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord
 from autoflash.target import Target
 from autoflash.tuning.resources import Resources
 
@@ -25,6 +25,11 @@ class Candidate:
 
     def to_message(self) -> Message:
         return {"kernel": self.kernel.name, "config": dict(self.config)}
+
+    @classmethod
+    def of(cls, stored: Trial | TuningRecord, came_from: str = "") -> "Candidate":
+        """What a stored trial or record is about."""
+        return cls(kernel=KERNELS[stored.kernel], config=stored.config, came_from=came_from)
 
     @classmethod
     def from_message(cls, message: Message) -> "Candidate":

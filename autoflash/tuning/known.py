@@ -87,7 +87,4 @@ def _records(store: Store, bucket: Bucket, target: Target, kernels: Kernels) -> 
     known = [(own, "record")] if own else []
     known += [(record, f"neighbour {record.bucket.label()}") for record in near]
     known += [(record, f"sibling {record.target.name}") for record in siblings]
-    return [
-        Candidate(kernel=KERNELS[record.kernel], config=record.config, came_from=came_from)
-        for record, came_from in known
-    ]
+    return [Candidate.of(record, came_from) for record, came_from in known]

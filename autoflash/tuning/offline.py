@@ -154,7 +154,7 @@ class _OfflineStudy:
         found: dict[Candidate, list[Trial]] = {}
         for trial in self._store.trials(Bucket.of(self.problem), self._runner.target):
             if _tells_of_binary(trial) and is_of_same_code(trial, self.problem, self._runner):
-                candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
+                candidate = Candidate.of(trial)
                 found.setdefault(candidate, []).append(trial)
         return found
 
@@ -195,7 +195,7 @@ def dropped_for_spills(trial: Trial) -> bool:
 
     Of a Gluon candidate the compiling worker says the same, and that stands.
     """
-    kernel, resources = KERNELS[trial.kernel], _resources(trial)
+    kernel, resources = KERNELS[trial.kernel], Resources.of(trial)
     if trial.status is not TrialStatus.out_of_resources or resources is None:
         return False
     spilled = trial.reason == resources.why_spilled(kernel.tolerable_spills)
@@ -205,24 +205,16 @@ def dropped_for_spills(trial: Trial) -> bool:
 def _tells_of_binary(trial: Trial) -> bool:
     """Whether ``trial`` says what its compilation came to."""
     if trial.status is TrialStatus.predicted:
-        return _resources(trial) is not None
+        return Resources.of(trial) is not None
     return trial.status in (TrialStatus.out_of_resources, TrialStatus.compile_error)
 
 
 def _outcome_of(trial: Trial) -> Outcome:
     """What the compiler had said of a stored trial."""
-    resources = _resources(trial)
+    resources = Resources.of(trial)
     if trial.status is TrialStatus.predicted or dropped_for_spills(trial):
         return Outcome(status=TrialStatus.ok, resources=resources)
     return Outcome(status=trial.status, reason=trial.reason, resources=resources)
-
-
-def _resources(trial: Trial) -> Resources | None:
-    if trial.shared_bytes is None or trial.registers is None or trial.spills is None:
-        return None
-    return Resources(
-        shared_bytes=trial.shared_bytes, registers=trial.registers, spills=trial.spills
-    )
 
 
 def _spills(outcome: Outcome) -> int:

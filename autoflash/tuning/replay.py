@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoflash.kernels import KERNELS
-from autoflash.store.record import Trial, TrialStatus
+from autoflash.store.record import Trial
 from autoflash.tuning.job import Candidate
 from autoflash.tuning.offline import model_ms
 from autoflash.tuning.resources import Resources
@@ -30,7 +30,7 @@ class Space:
     @property
     def times(self) -> dict[Candidate, float | None]:
         """Milliseconds by candidate; None for those that failed."""
-        return {_candidate(trial): _ms(trial) for trial in self.trials}
+        return {Candidate.of(trial): trial.timed_ms for trial in self.trials}
 
     @property
     def best_ms(self) -> float:
@@ -49,14 +49,10 @@ class Space:
         need: the offline order."""
         scored = []
         for trial in self.trials:
-            if trial.registers is None or trial.shared_bytes is None:
+            resources = Resources.of(trial)
+            if resources is None:
                 continue
-            resources = Resources(
-                shared_bytes=trial.shared_bytes,
-                registers=trial.registers,
-                spills=trial.spills or 0,
-            )
-            candidate = _candidate(trial)
+            candidate = Candidate.of(trial)
             ms = model_ms(candidate, trial.problem, trial.target, resources)
             scored.append((ms, trial.kernel, trial.config.to_json(), candidate))
         scored.sort(key=lambda item: item[:3])
@@ -110,12 +106,3 @@ def at_random(space: Space, seed: int) -> tuple[Asking, Telling]:
 def trials_to_reach(shares: Sequence[float], share: float) -> int | None:
     """How many trials it took to reach ``share`` of the best's rate; None if it never did."""
     return next((i + 1 for i, found in enumerate(shares) if found >= share), None)
-
-
-def _candidate(trial: Trial) -> Candidate:
-    return Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
-
-
-def _ms(trial: Trial) -> float | None:
-    right = trial.status in (TrialStatus.ok, TrialStatus.noisy)
-    return trial.measurement.median_ms if right and trial.measurement else None

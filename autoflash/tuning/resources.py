@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoflash.errors import CompileError
+from autoflash.store.record import Trial
 from autoflash.target import Target
 
 _REGISTER_FILE = 65536
@@ -31,6 +32,13 @@ class Resources:
         rows = [(r.shared_bytes, r.registers, r.spills) for r in each]
         shared, registers, spills = map(max, zip(*rows, strict=True))
         return cls(shared_bytes=shared, registers=registers, spills=spills)
+
+    @classmethod
+    def of(cls, trial: Trial) -> "Resources | None":
+        """What the compiler had said of a stored trial; None if it never did."""
+        if trial.shared_bytes is None or trial.registers is None or trial.spills is None:
+            return None
+        return cls(shared_bytes=trial.shared_bytes, registers=trial.registers, spills=trial.spills)
 
     def why_not(self, target: Target) -> str | None:
         """Why the binary can't be loaded on ``target``, or None."""

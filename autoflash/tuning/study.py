@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from autoflash.kernels import KERNELS, kernels_for
+from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.store.evidence import evidence_order
 from autoflash.store.record import Trial, TrialStatus, TuningRecord, time_stamp
@@ -41,17 +41,11 @@ _COMPILE_S = 4.0
 
 
 def tune_one(
-    problem: Problem,
-    runner: Runner,
-    store: Store,
-    budget: Budget,
-    listener: Listener,
-    before_finals: Callable[[], None] = lambda: None,
-    stop: threading.Event | None = None,
+    problem: Problem, runner: Runner, store: Store, budget: Budget, listener: Listener
 ) -> TuneResult:
     """One study on a GPU that is present (or recorded)."""
-    study = Study(problem, runner, store, budget, listener, stop or threading.Event())
-    return study.tune(before_finals)
+    study = Study(problem, runner, store, budget, listener, threading.Event())
+    return study.tune(before_finals=lambda: None)
 
 
 def tune_each(
@@ -194,8 +188,7 @@ class Study:
             self._search = Search(self.candidates, brute_force=brute_force, first=first)
             for trial in known.past_trials(self.store, self.problem, self.runner, self.kernels):
                 self.resumed += 1
-                candidate = Candidate(kernel=KERNELS[trial.kernel], config=trial.config)
-                self._learn(candidate, trial)
+                self._learn(Candidate.of(trial), trial)
         return self._search
 
     def _known_first(self) -> list[Candidate]:
@@ -285,27 +278,16 @@ class Study:
         self.listener.tried(trial, self._best_ms())
 
     def _learn(self, candidate: Candidate, trial: Trial) -> None:
-        self._open_search().tell(candidate, _ms(trial))
+        self._open_search().tell(candidate, trial.timed_ms)
         self.trials.append(trial)
 
     def _best_ms(self) -> float | None:
-        return min((_median(t) for t in _timed(self.trials)), default=None)
-
-
-def _ms(trial: Trial) -> float | None:
-    """The time of a trial that ran right; None for any other, whatever was measured."""
-    right = trial.status in (TrialStatus.ok, TrialStatus.noisy)
-    return trial.measurement.median_ms if right and trial.measurement else None
+        return min(filter(None, (t.timed_ms for t in _timed(self.trials))), default=None)
 
 
 def _timed(trials: Sequence[Trial]) -> list[Trial]:
     """Trials with a time; the clean ones alone, unless all are noisy."""
     # The last word on each candidate: a noisy one may have been timed again.
     last = {(trial.kernel, trial.config): trial for trial in trials}.values()
-    timed = [t for t in last if _ms(t) is not None]
+    timed = [t for t in last if t.timed_ms is not None]
     return [t for t in timed if t.status is TrialStatus.ok] or timed
-
-
-def _median(trial: Trial) -> float:
-    assert trial.measurement is not None
-    return trial.measurement.median_ms

@@ -56,8 +56,7 @@ def tune(
     budget = Budget(seconds=DEFAULT_BUDGET_S if budget_s is None else budget_s, trials=trials)
     absent = _absent(target)
     store = store or Store(settings().db_path)
-    if target is None and not gpu_is_present():
-        raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
+    _require_a_gpu(target)
     if absent and gpus is not None:
         raise InvalidInputError(f"gpus={gpus!r}: {absent.name} is not here, nothing runs on a GPU")
     listener = OneAtATime(listener or Listener())
@@ -87,20 +86,30 @@ def _tune_offline(
 def target_to_tune(target: Target | str | None) -> Target:
     """The GPU that ``tune`` would tune for. Raises UnsupportedError for none, InvalidInputError for
     an unknown name."""
-    absent = _absent(target)
-    if absent is None and not gpu_is_present():
+    _require_a_gpu(target)
+    wanted = _named(target)
+    # Asked once: it takes a process.
+    here = _present() if gpu_is_present() else None
+    if here is not None and (wanted is None or wanted.name == here.name):
+        return here
+    assert wanted is not None
+    return wanted
+
+
+def _require_a_gpu(target: Target | str | None) -> None:
+    if target is None and not gpu_is_present():
         raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
-    return absent or _present()
 
 
 def _absent(target: Target | str | None) -> Target | None:
     """The GPU that is meant, if it isn't the one that is here."""
-    wanted = named_target(target) if isinstance(target, str) else target
-    return None if wanted is None or _is_present(wanted) else wanted
+    wanted = _named(target)
+    is_here = wanted is not None and gpu_is_present() and _present().name == wanted.name
+    return None if is_here else wanted
 
 
-def _is_present(target: Target) -> bool:
-    return gpu_is_present() and _present().name == target.name
+def _named(target: Target | str | None) -> Target | None:
+    return named_target(target) if isinstance(target, str) else target
 
 
 def _present() -> Target:
