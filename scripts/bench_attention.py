@@ -32,7 +32,7 @@ import autoflash
 from autoflash.problem import Problem, parse_length
 from autoflash.target import current_target
 from autoflash.tuning.bench import PEERS, bench_problem
-from autoflash.tuning.measure import Timer
+from autoflash.tuning.timing import Timer
 from autoflash.tuning.versions import versions
 
 TOKENS = 16384
@@ -95,7 +95,8 @@ def matmul_row(dtype: str) -> dict[str, Any]:
     """TFLOP/s of torch's 8192^3 product of random matrices, timed like the rest."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
-    ms = statistics.median(Timer().time(lambda: a @ b, budget_ms=100.0))
+    timer = Timer()
+    ms = statistics.median(timer.time(timer.eager(lambda: a @ b), budget_ms=100.0))
     row = {"op": "matmul", "dtype": dtype, "size": size, "ms": {"torch": round(ms, 5)}}
     row["tflops"] = {"torch": round(2 * size**3 / ms * 1e-9, 1)}
     print(json.dumps(row), flush=True)

@@ -117,7 +117,8 @@ def compare(
         wrong = prepared.why_wrong(launcher)
         launches.append(prepared.full.launch(launcher))
         rows.append(row | ({"wrong": wrong} if wrong else {}))
-    for row, times in zip(rows, prepared.timer.interleave(launches, rounds), strict=True):
+    timed = [prepared.timer.eager(launch) for launch in launches]
+    for row, times in zip(rows, prepared.timer.interleave(timed, rounds), strict=True):
         ms = statistics.median(times)
         row |= {"ms": round(ms, 5), "tflops": round(problem.tflops(ms), 1)}
     base = next(row["tflops"] for row in rows if row["name"] == "default")

@@ -13,7 +13,7 @@ from autoflash.errors import UnsupportedError
 from autoflash.problem import Problem
 from autoflash.target import current_target
 from autoflash.tuning.check import make_inputs
-from autoflash.tuning.measure import Timer
+from autoflash.tuning.timing import Timer
 
 Launch = Callable[[], object]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +49,8 @@ def bench_problem(
             launches[name] = launch
         except (RuntimeError, ImportError, ValueError, AttributeError) as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    times = Timer().interleave(list(launches.values()), rounds)
+    timer = Timer()
+    times = timer.interleave([timer.eager(launch) for launch in launches.values()], rounds)
     ms = {name: statistics.median(t) for name, t in zip(launches, times, strict=True)}
     return {"gpu": current_target().name, "ms": ms, "failed": failed}
 

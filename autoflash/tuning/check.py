@@ -125,19 +125,28 @@ def compare(case: Case, out: Tensor, lse: Tensor) -> str | None:
 
 
 class FullProblem:
-    """The problem at its real size: what is timed, with a sample of rows to check."""
+    """The problem at its real size: what is timed, with a sample of rows to check.
 
-    def __init__(self, problem: Problem, device: str = "cuda") -> None:
+    ``copies``: sets of all tensors, for timing by turns.
+    """
+
+    def __init__(self, problem: Problem, device: str = "cuda", copies: int = 1) -> None:
         self.problem = problem
         self.q, self.k, self.v = make_inputs(problem, device)
         self.out = output_like(self.q, self.v)
         self.lse = torch.empty(self.q.shape[:3], device=device)
+        own = (self.q, self.k, self.v, self.out, self.lse)
+        self._sets = [own, *(tuple(x.clone() for x in own) for _ in range(copies - 1))]
         self._parts = [part for share in (1.0, 0.5, 0.0) if (part := self._part(share))]
 
     def launch(self, launcher: Launcher) -> "Repeat":
-        """The launch to be timed, with its arguments filled in."""
+        """A launch, with its arguments filled in."""
+        return self.launches(launcher)[0]
+
+    def launches(self, launcher: Launcher) -> "list[Repeat]":
+        """The launch to be timed, on each set of tensors."""
         bound = bind(launcher, self.problem, self.q, self.k, self.v, self.out)
-        return Repeat(bound, _addresses(self.q, self.k, self.v, self.out, self.lse))
+        return [Repeat(bound, _addresses(*tensors), tensors) for tensors in self._sets]
 
     def why_wrong(self, launcher: Launcher) -> str | None:
         """Runs once at full size and compares some rows at the end, in the middle, at the start."""

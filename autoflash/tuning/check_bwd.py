@@ -132,9 +132,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
 
 
 class FullGradients:
-    """The backward at its real size: what is timed, with samples of rows and keys to check."""
+    """The backward at its real size: what is timed, with samples of rows and keys to check.
 
-    def __init__(self, problem: Problem, device: str = "cuda") -> None:
+    ``copies``: sets of all tensors, for timing by turns.
+    """
+
+    def __init__(self, problem: Problem, device: str = "cuda", copies: int = 1) -> None:
         self.problem = problem
         q, k, v = make_inputs(problem, device)
         scale = problem.head_dim**-0.5
@@ -143,10 +146,19 @@ class FullGradients:
         dout = torch.randn(out.shape, device=device, dtype=q.dtype, generator=generator)
         self.inputs = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
         self.grads = poisoned(self.inputs)
+        self._more = [
+            ({name: x.clone() for name, x in self.inputs.items()}, poisoned(self.inputs))
+            for _ in range(copies - 1)
+        ]
 
     def launch(self, launcher: Launcher) -> Repeat:
-        """The launches to be timed, as one."""
+        """The launches of the chain, as one."""
         return backward(launcher, self.problem, self.inputs, self.grads)
+
+    def launches(self, launcher: Launcher) -> list[Repeat]:
+        """What is to be timed, on each set of tensors."""
+        sets = ((self.inputs, self.grads), *self._more)
+        return [backward(launcher, self.problem, *tensors) for tensors in sets]
 
     def why_wrong(self, launcher: Launcher) -> str | None:
         """Runs once at full size and compares samples at the end, in the middle, at the start."""

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from autoflash.runtime.launcher import Launcher
     from autoflash.tuning.check import Case, FullProblem
     from autoflash.tuning.check_bwd import FullGradients, GradientCase
-    from autoflash.tuning.measure import Timer
+    from autoflash.tuning.timing import Timed, Timer
+
+
+# Sets of a problem's tensors that launches go over by turns, memory allowing.
+_COPIES = 3
 
 
 def describe(message: Message) -> Message:
@@ -97,28 +101,33 @@ class Prepared:
         reasons = (case.why_wrong(launcher) for case in (*self.cases, self.full))
         return next(filter(None, reasons), None)
 
+    def timed(self, launcher: "Launcher") -> "Timed":
+        """The launcher on every set of the tensors, ready to be timed."""
+        return self.timer.replayed(*self.full.launches(launcher))
+
 
 class Bench:
     """Checks and times candidates of one problem at a time."""
 
     def __init__(self) -> None:
         self._prepared: Prepared | None = None
+        self._copies = _COPIES
 
     def prepare(self, problem: Problem) -> Prepared:
         """The tensors of ``problem``; those of the one before are freed first."""
-        import torch
-
         from autoflash.tuning.check import FullProblem, check_cases
         from autoflash.tuning.check_bwd import FullGradients, gradient_cases
-        from autoflash.tuning.measure import Timer
+        from autoflash.tuning.timing import Timer
 
         if self._prepared is None or self._prepared.problem != problem:
-            self._prepared = None
-            torch.cuda.empty_cache()
+            if self._prepared is not None:
+                self._copies = _COPIES
+            self._free()
             backward = problem.op == "bwd"
+            full = FullGradients if backward else FullProblem
             self._prepared = Prepared(
                 problem=problem,
-                full=FullGradients(problem) if backward else FullProblem(problem),
+                full=full(problem, copies=self._copies),
                 cases=gradient_cases(problem) if backward else check_cases(problem),
                 timer=Timer(),
             )
@@ -126,6 +135,42 @@ class Bench:
 
     def measure(self, message: Message) -> Message:
         """Check a candidate by the accuracy rule, then time it."""
+        return self._with_less_memory(lambda: self._measure(message), Outcome.to_message)
+
+    def interleave(self, message: Message) -> Message:
+        """Time candidates that were found right, in turns."""
+        count = len(message["candidates"])
+        return self._with_less_memory(
+            lambda: self._interleave(message),
+            lambda outcome: {"outcomes": [outcome.to_message()] * count},
+        )
+
+    def _with_less_memory(
+        self, answer: Callable[[], Message], failed: Callable[[Outcome], Message]
+    ) -> Message:
+        """``answer``; where memory doesn't suffice once more with a single set of tensors, and if
+        it still doesn't, an Outcome that says so. Either way the allocator stays usable."""
+        import torch
+
+        while True:
+            try:
+                return answer()
+            except torch.OutOfMemoryError as error:
+                reason = f"out of memory: {' '.join(str(error).split())[:300]}"
+            # Outside of the handler: the traceback holds tensors.
+            self._free()
+            if self._copies == 1:
+                self._copies = _COPIES
+                return failed(Outcome(status=TrialStatus.out_of_resources, reason=reason))
+            self._copies = 1
+
+    def _free(self) -> None:
+        import torch
+
+        self._prepared = None
+        torch.cuda.empty_cache()
+
+    def _measure(self, message: Message) -> Message:
         from autoflash.runtime.launcher import Launcher
         from autoflash.tuning.measure import gpu_state, summarize
 
@@ -142,31 +187,30 @@ class Bench:
         if reason is not None:
             return Outcome(status=TrialStatus.wrong_result, reason=reason).to_message()
         before = gpu_state()
-        launch = prepared.full.launch(launcher)
-        times = prepared.timer.time(launch, give_up_ms=message["give_up_ms"])
-        measurement = summarize(times, before, gpu_state())
+        timed = prepared.timed(launcher)
+        times = prepared.timer.time(timed, give_up_ms=message["give_up_ms"])
+        measurement = summarize(times, before, gpu_state(), timed.method)
         status = TrialStatus.noisy if measurement.noisy else TrialStatus.ok
         reason = measurement.throttle if measurement.noisy else ""
         return Outcome(status=status, reason=reason, measurement=measurement).to_message()
 
-    def interleave(self, message: Message) -> Message:
-        """Time candidates that were found right, in turns."""
+    def _interleave(self, message: Message) -> Message:
         from autoflash.runtime.launcher import Launcher
         from autoflash.tuning.measure import gpu_state, summarize
 
         problem, target = study_from_message(message)
         prepared = self.prepare(problem)
-        launches: list[Callable[[], object]] = []
+        several: list[Timed] = []
         for item in message["candidates"]:
             c = Candidate.from_message(item)
             launcher = Launcher(c.kernel, problem, c.config, ALIGNED, target)
-            launches.append(prepared.full.launch(launcher))
+            several.append(prepared.timed(launcher))
         before = gpu_state()
-        times = prepared.timer.interleave(launches, message["rounds"])
+        times = prepared.timer.interleave(several, message["rounds"])
         after = gpu_state()
         outcomes = []
-        for samples in times:
-            measurement = summarize(samples, before, after)
+        for timed, samples in zip(several, times, strict=True):
+            measurement = summarize(samples, before, after, timed.method)
             status = TrialStatus.noisy if measurement.noisy else TrialStatus.ok
             outcomes.append(Outcome(status=status, measurement=measurement).to_message())
         return {"outcomes": outcomes}
