@@ -140,7 +140,9 @@ class DifferentiableAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bshd: bool,
         repeatable: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = torch.ops.autoflash.attention_fwd(q, k, v, scale, causal, bshd, True)
+        skip = may_skip_dispatcher(q, k, v)
+        forward = _attention_fwd_cuda if skip else torch.ops.autoflash.attention_fwd
+        out, lse = forward(q, k, v, scale, causal, bshd, True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.options = (scale, causal, bshd)
@@ -160,8 +162,8 @@ class DifferentiableAttention(torch.autograd.Function):
             # The gradients will be differentiated themselves: plain torch, which can be.
             dq, dk, dv = gradients(*tensors, *ctx.options)
         else:
-            dq, dk, dv = torch.ops.autoflash.attention_bwd(
-                *tensors, *ctx.options, ctx.repeatable, need_dq, need_dkv
-            )
+            skip = may_skip_dispatcher(dout, q, k)
+            backward: Any = _attention_bwd_cuda if skip else torch.ops.autoflash.attention_bwd
+            dq, dk, dv = backward(*tensors, *ctx.options, ctx.repeatable, need_dq, need_dkv)
         grads = (dq if need_dq else None, dk if need_dk else None, dv if need_dv else None)
         return (*grads, None, None, None, None)
