@@ -58,11 +58,16 @@ class Config(Mapping[str, Value]):
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """A tunable name and its choices. ``doc`` says what it does to the kernel."""
+    """A tunable name and its choices. ``doc`` says what it does to the kernel.
+
+    ``before``: the choice that configs of a time before this Param stand for, so that adding one
+    leaves records in force; None for a Param that was there from the start.
+    """
 
     name: str
     choices: tuple[Value, ...]
     doc: str
+    before: Value | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,10 @@ class SearchSpace:
         return count
 
     def parse(self, values: Mapping[str, Any]) -> Config:
-        """A Config from a stranger's mapping; ConfigError unless it is exactly of this space."""
+        """A Config from a stranger's mapping; ConfigError unless it is exactly of this space, or of
+        one before some Params were added."""
+        later = {p.name: p.before for p in self.params if p.before is not None}
+        values = {**later, **values}
         names = {param.name for param in self.params}
         if set(values) != names:
             odd = sorted(set(values) ^ names, key=str)

@@ -85,6 +85,7 @@ _HOPPER_BACKWARD_CONFIG = Config(
     DQ_SPLIT="columns",
     DP_EARLY=False,
     TURNS=False,
+    SPREAD=False,
     SCHEDULE="dynamic",
     GROUP_MB=24,
 )

@@ -270,3 +270,16 @@ def test_every_config_of_a_kernel_survives_json(kernel):
     for _ in range(2000):
         config = Config(**{p.name: lot.choice(p.choices) for p in kernel.space.params})
         assert kernel.space.parse(json.loads(config.to_json())) == config
+
+
+def test_a_config_of_before_a_param_stands_for_one_of_its_choices():
+    params = (
+        Param(name="A", choices=(1, 2), doc=""),
+        Param(name="B", choices=(False, True), doc="", before=False),
+    )
+    space = SearchSpace(params=params, constraints=())
+    assert space.parse({"A": 2}) == space.parse({"A": 2, "B": False}) == Config(A=2, B=False)
+    assert space.parse({"A": 2, "B": True})["B"] is True
+    for values in ({"B": True}, {"A": 2, "C": 1}, {"A": 2, "B": 0}):
+        with pytest.raises(ConfigError):
+            space.parse(values)

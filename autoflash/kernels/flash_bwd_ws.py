@@ -118,11 +118,13 @@ class FlashBwdWs(Kernel):
         shared = ", ".join(f"{name} {size / 1024:g} KiB" for name, size in parts)
         order = "before" if config["DP_EARLY"] else "after"
         turns = ", in turns" if config["TURNS"] else ""
+        start = "where its keys are" if config["SPREAD"] else "at the first row"
         return [
             f"1 warp loads, with {LOADER_REGISTERS} registers per thread",
             f"{CONSUMERS} consumers of 4 warps and 64 keys, {CONSUMER_REGISTERS} registers{turns}",
             f"ring of {config['STAGES']} blocks of {config['BLOCK_M']} query rows; "
             f"dP issued {order} the exponentials; dq split by {config['DQ_SPLIT']}; "
+            f"a tile starts {start}; "
             f"tiles by {config['SCHEDULE']} schedule",
             f"shared memory: {shared}",
         ]
@@ -151,7 +153,7 @@ class FlashBwdWs(Kernel):
 
 def _tried(**changes: Any) -> dict[str, Any]:
     base = {"BLOCK_M": 64, "STAGES": 2, "DQ_SPLIT": "columns", "DP_EARLY": False, "TURNS": True}
-    return {**base, **changes}
+    return {**base, "SPREAD": False, **changes}
 
 
 # What defaults() tries, by padded head dim, each with fewer registers or less shared memory.
@@ -242,6 +244,7 @@ def _main(problem: Problem, config: Config) -> Function:
             "STAGES": config["STAGES"],
             "BLOCK_D": block_d(problem),
             "CAUSAL": problem.causal,
+            "SPREAD": config["SPREAD"],
             "DQ_SPLIT": config["DQ_SPLIT"],
             "DP_EARLY": config["DP_EARLY"],
             "TURNS": config["TURNS"],

@@ -120,6 +120,17 @@ def _splits_rows(config: Config, problem: Problem, target: Target) -> str | None
     return None
 
 
+def _spreads(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if not config["SPREAD"]:
+        return None
+    if problem.causal:
+        return "with a causal mask the first rows of a tile are those that need the mask"
+    if problem.seqlen_k <= KEYS:
+        return f"{problem.seqlen_k} keys: a head has one tile"
+    return None
+
+
 def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     need = registers_needed(config, problem)
@@ -162,12 +173,19 @@ SPACE = SearchSpace(
         Param(name="DQ_SPLIT", choices=("columns", "rows"), doc="how consumers share dq"),
         Param(name="DP_EARLY", choices=(False, True), doc="dP issued before the exponentials"),
         Param(name="TURNS", choices=(False, True), doc="consumers take turns at the matrix unit"),
+        Param(
+            name="SPREAD",
+            choices=(False, True),
+            doc="each tile of a head starts at other rows, so that their sums don't meet",
+            before=False,
+        ),
         Param(name="SCHEDULE", choices=("grid", "dynamic"), doc="how programs come by tiles"),
         Param(name="GROUP_MB", choices=GROUP_SIZES, doc="MiB of q, dout, dq side by side (L2)"),
     ),
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),
         Constraint(name="rows of dq", why_not=_splits_rows, reads=("BLOCK_M", "DQ_SPLIT")),
+        Constraint(name="order of rows", why_not=_spreads, reads=("SPREAD",)),
         Constraint(name="registers", why_not=_fits_registers, reads=("BLOCK_M", "DQ_SPLIT")),
         Constraint(
             name="shared memory", why_not=_fits_shared, reads=("BLOCK_M", "STAGES", "DQ_SPLIT")

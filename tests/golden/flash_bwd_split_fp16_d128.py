@@ -242,6 +242,16 @@ def row_blocks(
 
 
 @gluon.jit
+def block_at(i, start_n, blocks, BLOCK_M: gl.constexpr, SPREAD: gl.constexpr):
+    # The i-th block of rows that a tile walks. The tiles of a head run side by side: spread, each
+    # starts where its keys are and comes round to the blocks before, so that they don't all add to
+    # the sums of the same rows at a time.
+    if SPREAD:
+        i = (start_n // BLOCK_M + i) % blocks
+    return i
+
+
+@gluon.jit
 def first_rows(key, seqlen_q, seqlen_k, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
     # For each of 64 keys from `key` on the first row that sees it: none sees one that isn't there
     # (of 32 bits, a row that may be -3 can be subtracted from that number).
@@ -312,7 +322,7 @@ def load_tile(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free,
     start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
 ):
     # Copies a tile's keys and all rows that see them; gives the number of the block after its last.
     BLOCK_N: gl.constexpr = 64 * PARTS
@@ -329,7 +339,7 @@ def load_tile(
         for i in range(blocks):
             at = block + member * blocks + i
             stage = at % STAGES
-            row = first + i * BLOCK_M
+            row = first + block_at(i, start_n, blocks, BLOCK_M, SPREAD) * BLOCK_M
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_s.index(stage))
@@ -360,7 +370,7 @@ def load(
     load_tile(
         q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free,
         start_n, batch, head_kv, 0, 0, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead,
-        PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+        PARTS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, False,
     )
 
 

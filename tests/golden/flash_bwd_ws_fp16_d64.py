@@ -195,6 +195,16 @@ def row_blocks(
 
 
 @gluon.jit
+def block_at(i, start_n, blocks, BLOCK_M: gl.constexpr, SPREAD: gl.constexpr):
+    # The i-th block of rows that a tile walks. The tiles of a head run side by side: spread, each
+    # starts where its keys are and comes round to the blocks before, so that they don't all add to
+    # the sums of the same rows at a time.
+    if SPREAD:
+        i = (start_n // BLOCK_M + i) % blocks
+    return i
+
+
+@gluon.jit
 def first_rows(key, seqlen_q, seqlen_k, S_LAYOUT: gl.constexpr, CAUSAL: gl.constexpr):
     # For each of 64 keys from `key` on the first row that sees it: none sees one that isn't there
     # (of 32 bits, a row that may be -3 can be subtracted from that number).
@@ -333,7 +343,7 @@ def load_tile(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
     start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
 ):
     # Copies a tile's keys and all rows that see them; gives the number of the block after its last.
     BLOCK_N: gl.constexpr = 64 * PARTS
@@ -350,7 +360,7 @@ def load_tile(
         for i in range(blocks):
             at = block + member * blocks + i
             stage = at % STAGES
-            row = first + i * BLOCK_M
+            row = first + block_at(i, start_n, blocks, BLOCK_M, SPREAD) * BLOCK_M
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 + BLOCK_M * 4)
             copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_s.index(stage))
@@ -372,7 +382,7 @@ def load(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
     kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
 ):
     # The loader's part: one warp, which starts copies and tells the consumers which tile is next.
     programs = gl.num_programs(0)
@@ -387,7 +397,7 @@ def load(
         block = load_tile(
             q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
             start_n, batch, head_kv, turn, block, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
-            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, SPREAD,
         )
         tile += programs
         start_n, batch, head_kv = tile_coords(
@@ -473,7 +483,7 @@ def consume(
     k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
     # The part of consumer c: 64 keys.
@@ -502,7 +512,7 @@ def consume(
             sums = ((batch * kv_heads + head_kv) * group + member) * padded + lead
             for part in gl.static_range(2):
                 for i in range(part * masked, masked if part == 0 else blocks):
-                    row = first + i * BLOCK_M
+                    row = first + block_at(i, start_n, blocks, BLOCK_M, SPREAD) * BLOCK_M
                     dk, dv = step(
                         c, dk, dv, needed, zero, zero_q, row, block, k_place, last_place, last_at, scale_log2,
                         sums_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, k_free, q_full, dout_full, free, ds_full, turns,
@@ -536,14 +546,14 @@ def consume_0(
     k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
     consume(
         0, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
         k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
-        CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+        CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, SPREAD,
         DQ_SPLIT, DP_EARLY, TURNS,
     )
 
@@ -554,14 +564,14 @@ def consume_1(
     k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):
     consume(
         1, sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
         k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
         scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
-        CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+        CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, SPREAD,
         DQ_SPLIT, DP_EARLY, TURNS,
     )
 
@@ -571,7 +581,7 @@ def flash_bwd_ws(
     q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, sums_desc, dk_desc, dv_desc,
     scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, SPREAD: gl.constexpr,
     DQ_SPLIT: gl.constexpr, DP_EARLY: gl.constexpr, TURNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
@@ -606,20 +616,20 @@ def flash_bwd_ws(
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
             k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
-            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, SPREAD,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (consume_1, (
             sums_desc, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s,
             k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty, ds_full, turns,
             scale, scale_log2, kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
-            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, SPREAD,
             DQ_SPLIT, DP_EARLY, TURNS,
         )),
         (load, (
             q_desc, k_desc, v_desc, dout_desc, lse2_desc, minus_delta_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, dout_full, free, mail, mail_full, mail_empty,
             kv_heads, group, batch_heads, group_heads, seqlen_q, seqlen_k, padded, lead, n_tiles,
-            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL,
+            CONSUMERS, BLOCK_M, STAGES, BLOCK_D, CAUSAL, SPREAD,
         )),
     ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
 
@@ -631,6 +641,7 @@ CONSTEXPRS = {
      'STAGES': 2,
      'BLOCK_D': 64,
      'CAUSAL': False,
+     'SPREAD': False,
      'DQ_SPLIT': 'rows',
      'DP_EARLY': True,
      'TURNS': True,

@@ -133,8 +133,8 @@ PROBLEM = Problem(
     dtype="float16", causal=True, op="bwd",
 )  # fmt: skip
 CONFIG = Config(
-    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=True, SCHEDULE="dynamic",
-    GROUP_MB=1,
+    BLOCK_M=64, STAGES=2, DQ_SPLIT="columns", DP_EARLY=False, TURNS=True, SPREAD=False,
+    SCHEDULE="dynamic", GROUP_MB=1,
 )  # fmt: skip
 DEFECTS = {
     "dS of the other consumer is not waited for": (
