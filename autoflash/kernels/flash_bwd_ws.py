@@ -25,6 +25,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     shared_parts,
     tile_count,
     why_not_served,
+    why_not_spread,
 )
 from autoflash.kernels.flash_fwd_ws_space import block_d
 from autoflash.kernels.kernel import (
@@ -131,9 +132,10 @@ class FlashBwdWs(Kernel):
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
         found: dict[Config, None] = {}
+        spread = why_not_spread(problem) is None
         schedule = "dynamic" if tile_count(problem) > target.sm_count else "grid"
         for tried in _TRIES[block_d(problem)]:
-            values = {**tried, "SCHEDULE": schedule}
+            values = {**tried, "SCHEDULE": schedule, "SPREAD": spread}
             config = grouped(values, lambda config: group_heads(config, problem))
             if SPACE.why_not(config, problem, target, advice=False) is None:
                 found[config] = None
@@ -153,7 +155,7 @@ class FlashBwdWs(Kernel):
 
 def _tried(**changes: Any) -> dict[str, Any]:
     base = {"BLOCK_M": 64, "STAGES": 2, "DQ_SPLIT": "columns", "DP_EARLY": False, "TURNS": True}
-    return {**base, "SPREAD": False, **changes}
+    return {**base, **changes}
 
 
 # What defaults() tries, by padded head dim, each with fewer registers or less shared memory.

@@ -120,15 +120,18 @@ def _splits_rows(config: Config, problem: Problem, target: Target) -> str | None
     return None
 
 
-def _spreads(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    if not config["SPREAD"]:
-        return None
+def why_not_spread(problem: Problem) -> str | None:
+    """Why tiles can't start at rows of their own, or needn't."""
     if problem.causal:
-        return "with a causal mask the first rows of a tile are those that need the mask"
+        return "with a causal mask each tile starts where its keys are anyway"
     if problem.seqlen_k <= KEYS:
         return f"{problem.seqlen_k} keys: a head has one tile"
     return None
+
+
+def _spreads(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    return why_not_spread(problem) if config["SPREAD"] else None
 
 
 def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
