@@ -1,7 +1,8 @@
 """What each Param of a kernel is worth: its default with one choice changed, beside the peers.
 
 usage: compare_configs.py [--kernel flash_fwd_ws] [--head-dims 64,128,256] [--seqlens 4k]
-                          [--causal both|yes|no] [--peers fa3,sdpa_cudnn] [--rounds 6] [--out FILE]
+                          [--causal both|yes|no] [--params LOAD,STAGES] [--peers fa3,sdpa_cudnn]
+                          [--rounds 6] [--out FILE]
 
 On the benchmark's shapes (16384 tokens, heads x head_dim = 2048). All of a problem are checked by
 the accuracy rule and timed in turns in one process; a change that can't run is left out.
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--seqlens", default="4k")
     parser.add_argument("--causal", default="both", choices=("both", "yes", "no"))
+    parser.add_argument("--params", help="those whose choices are tried; all by default")
     parser.add_argument("--peers", help="by default those that the op's kernels want to beat")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -47,25 +49,31 @@ def main() -> None:
     arguments = parser.parse_args()
     target, op = current_target(), KERNELS[arguments.kernel].op
     peers = (arguments.peers or _PEERS[op]).split(",")
+    names = [param.name for param in KERNELS[arguments.kernel].space.params]
+    tried = names if arguments.params is None else arguments.params.split(",")
+    if unknown := sorted(set(tried) - set(names)):
+        raise SystemExit(f"{arguments.kernel} has no {', '.join(unknown)}: it has {names}")
     plan = []
     for head_dim in map(int, arguments.head_dims.split(",")):
         for causal in {"both": (False, True), "yes": (True,), "no": (False,)}[arguments.causal]:
             for text in arguments.seqlens.split(","):
                 seqlen = parse_length("seqlen", text)
                 problem = paper_problem(op, "bfloat16", head_dim, seqlen, causal)
-                plan.append((problem, changed(arguments.kernel, problem, target)))
+                plan.append((problem, changed(arguments.kernel, problem, target, tried)))
     compile_all(arguments.kernel, plan, target)
     rows = [row for problem, configs in plan for row in compare(
         arguments.kernel, problem, configs, target, peers, arguments.rounds)]  # fmt: skip
     write_results(rows, f"{arguments.kernel}_params.json", arguments)
 
 
-def changed(kernel: str, problem: Problem, target: Target) -> list[tuple[str, Config]]:
-    """The default, and the default with each other choice of each Param that can run."""
+def changed(
+    kernel: str, problem: Problem, target: Target, tried: list[str]
+) -> list[tuple[str, Config]]:
+    """The default, and the default with each other choice of each Param ``tried`` that can run."""
     space, default = KERNELS[kernel].space, KERNELS[kernel].default(problem, target)
     found = [("default", default)]
     for param in space.params:
-        for choice in param.choices:
+        for choice in param.choices if param.name in tried else ():
             config = Config(**{**default, param.name: choice})
             runs = space.why_not(config, problem, target, advice=False) is None
             if choice != default[param.name] and runs:
