@@ -65,7 +65,8 @@ def main() -> None:
             rows.append(bench_row(problem, peers, arguments.rounds))
             print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-    out = write_results(rows, f"attention_{op}.json", arguments)
+            # Each time, so that a run that is stopped leaves what it measured.
+            out = write_results(rows, f"attention_{op}.json", arguments)
     Console(width=150).print(table(rows, peers), f"\nwritten: {out}")
     print(summary(rows))
 

@@ -61,9 +61,11 @@ def main() -> None:
                 problem = paper_problem(op, "bfloat16", head_dim, seqlen, causal)
                 plan.append((problem, changed(arguments.kernel, problem, target, tried)))
     compile_all(arguments.kernel, plan, target)
-    rows = [row for problem, configs in plan for row in compare(
-        arguments.kernel, problem, configs, target, peers, arguments.rounds)]  # fmt: skip
-    write_results(rows, f"{arguments.kernel}_params.json", arguments)
+    rows = []
+    for problem, configs in plan:
+        rows += compare(arguments.kernel, problem, configs, target, peers, arguments.rounds)
+        # Each time, so that a run that is stopped leaves what it measured.
+        write_results(rows, f"{arguments.kernel}_params.json", arguments)
 
 
 def changed(
