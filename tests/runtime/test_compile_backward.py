@@ -36,8 +36,9 @@ CASES = [
         TARGETS, SHAPES, (False, True), ("bfloat16", "float16"), (True, False)
     )
 ]
-# Bytes per thread that the first default may spill; a few cost nothing, since L1 holds them.
-_TOLERABLE = 256
+# Bytes per thread that the first default may spill: a few cost little, since L1 holds them. The one
+# that is fastest on the H200 at head_dim 128 (docs/backward.md) spills 400.
+_TOLERABLE = 464
 
 
 def sample() -> set[tuple]:
