@@ -38,6 +38,9 @@ TARGET_FIELDS: dict[str, type] = {
 }
 _RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(TuningRecord))
 _TRIAL_FIELDS = tuple(field.name for field in dataclasses.fields(Trial))
+_PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
+_MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
+_PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
 _MISSED_FIELDS = tuple(field.name for field in dataclasses.fields(MissedCalls))
 
 
@@ -119,11 +122,11 @@ def missed_from_plain(plain: object) -> MissedCalls:
 
 def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
     return {
-        "problem": noun.problem.as_dict(),
+        "problem": _fields_of(noun.problem, _PROBLEM_FIELDS),
         "target": _target_to_plain(noun.target),
         "kernel": noun.kernel,
         "config": dict(noun.config),
-        "provenance": dataclasses.asdict(noun.provenance),
+        "provenance": _fields_of(noun.provenance, _PROVENANCE_FIELDS),
     }
 
 
@@ -140,9 +143,14 @@ def _common_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measurement_to_plain(measurement: Measurement) -> dict[str, Any]:
-    plain = dataclasses.asdict(measurement)
+    plain = _fields_of(measurement, _MEASUREMENT_FIELDS)
     # An int is a float to a caller, but must not be written differently.
     return plain | {name: float(plain[name]) for name in ("median_ms", "p20_ms", "p80_ms")}
+
+
+def _fields_of(noun: object, names: tuple[str, ...]) -> dict[str, Any]:
+    # dataclasses.asdict copies deeply: two thirds of an export's time.
+    return {name: getattr(noun, name) for name in names}
 
 
 def _target_to_plain(target: Target) -> dict[str, Any]:
