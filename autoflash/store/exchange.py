@@ -14,7 +14,10 @@ VERSION = 1
 
 def dump_records(records: Iterable[TuningRecord]) -> str:
     """The document of ``records``; the same text whatever their order."""
-    ordered = sorted((record_to_plain(record) for record in records), key=_sort_key)
+    ordered = sorted(
+        (record_to_plain(record) for record in records),
+        key=lambda plain: (*place_of(plain), _line(plain)),
+    )
     blocks = ",\n".join(_block(plain) for plain in ordered)
     body = f"[\n{blocks}\n ]" if blocks else "[]"
     return f'{{\n "format": "{FORMAT}",\n "records": {body},\n "version": {VERSION}\n}}\n'
@@ -55,7 +58,8 @@ def _parse(text: str) -> list[Any]:
     return records
 
 
-def _sort_key(plain: dict[str, Any]) -> tuple[Any, ...]:
+def place_of(plain: dict[str, Any]) -> tuple[Any, ...]:
+    """Sort key of a record in a file for people: by GPU, problem, kernel, date."""
     problem, target = plain["problem"], plain["target"]
     names = ("op", "dtype", "head_dim", "head_dim_v", "causal", "seqlen_q", "seqlen_k", "batch")
     return (
@@ -64,7 +68,6 @@ def _sort_key(plain: dict[str, Any]) -> tuple[Any, ...]:
         plain["kernel"],
         # The time comes before the rest, so that a re-tune adds below what it replaces.
         plain["provenance"]["created_at"],
-        _line(plain),
     )
 
 

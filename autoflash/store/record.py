@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from enum import Enum
 
 from autoflash.errors import InvalidInputError
@@ -186,6 +186,12 @@ class MissedCalls:
 def time_stamp() -> str:
     """Now, as records, trials and missed calls say it."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def latest_stamp() -> str:
+    """A ``time_stamp`` that none can be later than: a day ahead, since clocks differ."""
+    ahead = datetime.now(timezone.utc) + timedelta(days=1)
+    return ahead.isoformat(timespec="seconds")
 
 
 def target_from_identity(

@@ -1,0 +1,215 @@
+"""Records between hosts: JSON Lines, a header and then one record a line, sorted.
+
+The header names the format and holds the count and the digest of all lines below it; each line
+holds its record's own digest. The same records give the same text on any host, so that a file in
+git changes by the lines of the records that changed. A file is read as a stranger's: bad lines are
+refused one by one, with a reason.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoflash.errors import AutoFlashError, StoreError
+from autoflash.store import signing
+from autoflash.store.digest import canonical, record_digest, sha256
+from autoflash.store.exchange import place_of
+from autoflash.store.plain import record_from_plain, record_to_plain
+from autoflash.store.record import TuningRecord, latest_stamp
+from autoflash.store.untrusted import exposure, parse_object, read_bytes
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+FORMAT = "autoflash-exchange"
+VERSION = 1
+# Twelve bytes for each of 200 characters of the ten texts, at worst, and the rest.
+MAX_LINE = 32 << 10
+_MAX_HEADER = 4096
+# So many are named; a file of something else has a reason for each of its lines.
+MAX_REFUSALS = 1000
+_HEADER_FIELDS = {"format", "version", "count", "digest"}
+_SIGNATURE_FIELDS = {"algorithm", "key", "value"}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A line that was refused."""
+
+    line: int
+    reason: str
+
+
+@dataclass(kw_only=True)
+class Contents:
+    """What a file held: its good records, and all that was wrong with it.
+
+    ``faults`` are of the file as a whole (it was cut or changed since it was written), ``warnings``
+    of where it lies. ``refused`` counts the lines of which ``refusals`` names the first thousand.
+    ``signed_by`` is the fingerprint that the file claims, ``verified`` whether that was proved.
+    """
+
+    digest: str
+    records: list[TuningRecord] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    refused: int = 0
+    faults: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    signed_by: str = ""
+    verified: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """Whether the file is just as it was written, and each of its records good."""
+        return not self.refused and not self.faults
+
+
+def dump(records: Iterable[TuningRecord], key: "Ed25519PrivateKey | None" = None) -> str:
+    """The file of ``records``, signed if there is a ``key``: the same whatever their order."""
+    body = "".join(_lines(records))
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "count": body.count("\n"),
+        "digest": sha256(body),
+    }
+    if key is not None:
+        header["signature"] = {
+            "algorithm": signing.ALGORITHM,
+            "key": signing.fingerprint(key.public_key()),
+            "value": signing.sign(canonical(header), key),
+        }
+    return canonical(header) + "\n" + body
+
+
+def load(path: Path, key: "Ed25519PublicKey | None" = None) -> Contents:
+    """The records of the file ``path``; see ``parse``. Raises StoreError that names it."""
+    try:
+        contents = parse(read_bytes(path), key)
+    except StoreError as error:
+        text = str(error)
+        raise StoreError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+    contents.warnings += exposure(path)
+    return contents
+
+
+def parse(data: bytes, key: "Ed25519PublicKey | None" = None) -> Contents:
+    """The records that a stranger's file holds, and what is wrong with it.
+
+    Raises StoreError if it isn't such a file at all or, with a ``key``, if that didn't sign it just
+    as it is.
+    """
+    lines = io.BytesIO(data)
+    header = _header(lines.readline(_MAX_HEADER + 1))
+    contents = Contents(digest=header["digest"])
+    body = data[lines.tell() :]
+    if hashlib.sha256(body).hexdigest() != header["digest"]:
+        contents.faults.append("the digest in the header isn't that of the lines: it was changed")
+    _check_signature(header, contents, key)
+    _read_records(lines, contents)
+    found = len(contents.records) + contents.refused
+    if found != header["count"]:
+        contents.faults.append(
+            f"{found} different records where the header counts {header['count']}: "
+            "it was cut or added to"
+        )
+    return contents
+
+
+def _lines(records: Iterable[TuningRecord]) -> Iterator[str]:
+    plains = [record_to_plain(record) for record in records]
+    found = sorted((place_of(plain), canonical(plain)) for plain in plains)
+    for text in dict.fromkeys(text for _, text in found):
+        yield f'{{"digest":"{sha256(text)}",{text[1:]}\n'
+
+
+def _header(line: bytes) -> dict[str, Any]:
+    if not line:
+        raise StoreError(f"not an {FORMAT} file: it is empty")
+    try:
+        header = parse_object(line, limit=_MAX_HEADER)
+    except AutoFlashError as error:
+        raise StoreError(f"not an {FORMAT} file: its first line: {error}") from error
+    if header.get("format") != FORMAT:
+        raise StoreError(f'not an {FORMAT} file: its first line has no "format": "{FORMAT}"')
+    version = header.get("version")
+    if type(version) is not int or version != VERSION:
+        raise StoreError(
+            f"{FORMAT} version {str(version)[:80]}: this autoflash reads version {VERSION}; "
+            "upgrade autoflash, or export the records again"
+        )
+    good = (
+        set(header) - {"signature"} == _HEADER_FIELDS
+        and type(header["count"]) is int
+        and isinstance(header["digest"], str)
+    )
+    if not good:
+        raise StoreError(f"not an {FORMAT} file: its first line needs count, digest and no more")
+    return header
+
+
+def _check_signature(
+    header: dict[str, Any], contents: Contents, key: "Ed25519PublicKey | None"
+) -> None:
+    """Raises StoreError unless ``key``, if given, signed the file just as it is."""
+    signature = header.get("signature")
+    if signature is not None:
+        texts = isinstance(signature, dict) and set(signature) == _SIGNATURE_FIELDS
+        if not texts or not all(isinstance(value, str) for value in signature.values()):
+            raise StoreError(f"not an {FORMAT} file: its signature needs algorithm, key and value")
+        contents.signed_by = signature["key"] if signature["key"].isalnum() else "?"
+    if key is None:
+        return
+    wanted = signing.fingerprint(key)
+    if signature is None:
+        raise StoreError(f"refused: not signed; {wanted} must have signed it")
+    if contents.faults:
+        raise StoreError(f"refused: changed since it was signed: {contents.faults[0]}")
+    signed = canonical({name: header[name] for name in _HEADER_FIELDS})
+    if signature["algorithm"] != signing.ALGORITHM or not signing.is_signed(
+        signed, signature["value"], key
+    ):
+        raise StoreError(f"refused: its signature isn't one by {wanted}")
+    contents.signed_by = wanted
+    contents.verified = True
+
+
+def _read_records(lines: io.BytesIO, contents: Contents) -> None:
+    """Each of the lines that are left, by itself."""
+    latest = latest_stamp()
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 2):
+        if not line.strip():
+            continue
+        try:
+            digest, record = _record(line.rstrip(b"\r\n"), latest)
+        except AutoFlashError as error:
+            contents.refused += 1
+            if len(contents.refusals) < MAX_REFUSALS:
+                contents.refusals.append(Refusal(number, str(error)[:300]))
+            continue
+        # Two files that were joined say some things twice.
+        if digest not in seen:
+            seen.add(digest)
+            contents.records.append(record)
+
+
+def _record(line: bytes, latest: str) -> tuple[str, TuningRecord]:
+    plain = parse_object(line, limit=MAX_LINE)
+    claimed = plain.pop("digest", None)
+    record = record_from_plain(plain)
+    digest = record_digest(record)
+    if claimed != digest:
+        raise StoreError("its digest isn't that of the record: it was changed")
+    if record.provenance.created_at > latest:
+        raise StoreError(
+            f"created_at={record.provenance.created_at!r}: more than a day ahead of this host's "
+            "clock; its word would stand until then"
+        )
+    return digest, record
