@@ -3,15 +3,15 @@ review.
 
 usage: export_tuning_db.py STORE.sqlite [--to tuning_db]
 
-Records that stand in the file already are kept unless the store has newer ones of their bucket
-and kernel.
+Records that stand in the file already are kept unless the store has better evidence of their
+bucket and kernel (docs/database.md).
 """
 
 import argparse
 from pathlib import Path
 
-from autoflash.store.evidence import evidence_order
 from autoflash.store.exchange import dump_records, load_records
+from autoflash.store.merge import winners
 from autoflash.store.record import TuningRecord
 from autoflash.store.store import Store
 
@@ -34,10 +34,7 @@ def main() -> None:
 
 def best_of_each(records: list[TuningRecord]) -> list[TuningRecord]:
     """The record with the best evidence of each bucket, target and kernel."""
-    best: dict[tuple[object, ...], TuningRecord] = {}
-    for record in sorted(records, key=evidence_order):
-        best.setdefault((record.bucket, record.target.identity, record.kernel), record)
-    return list(best.values())
+    return list(winners(records).values())
 
 
 if __name__ == "__main__":

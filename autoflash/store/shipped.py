@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
-from autoflash.store.evidence import Kernels, evidence_order, nearest
+from autoflash.store.evidence import Kernels, best_of, nearest
 from autoflash.store.exchange import load_records
 from autoflash.store.record import TuningRecord
 from autoflash.target import Target
@@ -31,7 +31,7 @@ class ShippedRecords:
     def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
         """As ``Store.best``. Raises StoreError if the file isn't what it should be."""
         records = [r for r in self._of(target, kernels) if r.bucket == bucket]
-        return min(records, key=evidence_order, default=None)
+        return best_of(records)
 
     def neighbours(
         self, bucket: Bucket, target: Target, kernels: Kernels = None

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.problem import Bucket
 from autoflash.store import schema
-from autoflash.store.evidence import Kernels, listing_order, nearest
+from autoflash.store.evidence import Kernels, best_of, listing_order, nearest
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.record import Trial, TrialStatus, TuningRecord
 from autoflash.store.rows import (
@@ -82,12 +82,11 @@ class Store:
     def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
         """The record to serve exactly this bucket and target by, or None; of ``kernels``, if given.
 
-        Measured before predicted, clean before noisy, then the newest, then the fastest, then the
-        last one added.
+        ``evidence.best_of`` decides, as it does when databases are merged.
         """
         query = _by_evidence(*same_bucket(RecordRow, bucket), *same_target(RecordRow, target))
         query = _of_kernels(query, kernels)
-        return next(iter(self._records(query, "look up a record")), None)
+        return best_of(self._records(query, "look up a record"))
 
     def neighbours(
         self, bucket: Bucket, target: Target, kernels: Kernels = None
