@@ -1,4 +1,4 @@
-"""The ``autoflash`` command: tune, show, list, bench, doctor."""
+"""The ``autoflash`` command: tune, show, list, bench, doctor; and ``db``, which is cli_db.py."""
 
 import json
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
+from autoflash import cli_db
 from autoflash.errors import AutoFlashError, InvalidInputError, StoreError
 from autoflash.problem import OPS, Problem
 from autoflash.report import (
@@ -20,15 +20,14 @@ from autoflash.report import (
     results_table,
     trials_table,
 )
+from autoflash.terminal import JsonFlag, StoreOption, complain, console, errors, say
 
 app = typer.Typer(
     help="Tune attention kernels, keep the winners, look at them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-# Piped output has no width of its own; tables need one.
-console = Console(width=None if sys.stdout.isatty() else 160)
-errors = Console(stderr=True)
+app.add_typer(cli_db.app, name="db")
 
 _INTERRUPTED = 130
 # What says which problems are meant, but for --missed.
@@ -36,10 +35,6 @@ _OF_PROBLEMS = (
     "batch", "heads", "kv_heads", "seqlen", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v",
     "dtype", "causal", "file", "model_config", "seqlens",
 )  # fmt: skip
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts, nothing else.")]
-StoreOption = Annotated[
-    Path | None, typer.Option("--db", help="The store's file; default: AUTOFLASH_DB.")
-]
 
 
 def main() -> NoReturn:
@@ -48,7 +43,7 @@ def main() -> NoReturn:
         # Typer turns Exit, and Ctrl-C into 130, into what it returns.
         code = app(standalone_mode=False) or 0
     except AutoFlashError as error:
-        _complain(f"error: {error}")
+        complain(f"error: {error}")
         code = 2
     except Exception as error:
         # click's usage errors carry their own message and code; anything else is a bug.
@@ -57,13 +52,8 @@ def main() -> NoReturn:
         error.show()
         code = error.exit_code
     if code == _INTERRUPTED:
-        _complain("interrupted; what was found is kept, run again to go on")
+        complain("interrupted; what was found is kept, run again to go on")
     sys.exit(code)
-
-
-def _complain(text: str) -> None:
-    # Brackets in a path are no markup, and a script reads one line.
-    errors.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -306,13 +296,13 @@ def _missed(op: str | None, target: str | None, db: Path | None, *, quiet: bool)
     else:
         text = f"nothing was missed: no {path}; serving writes it with AUTOFLASH_NOTE_MISSED=1"
     if not quiet:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(text)
     elif not problems:
         typer.echo("[]")
     try:
         compact(path)
     except StoreError as error:
-        _complain(f"warning: {error}")
+        complain(f"warning: {error}")
     return problems
 
 

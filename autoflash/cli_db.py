@@ -1,0 +1,257 @@
+"""``autoflash db``: records between hosts, as files that git and people can read."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoflash.errors import InvalidInputError
+from autoflash.report_db import (
+    difference_as_dict,
+    differences_table,
+    side_as_dict,
+    stats_as_dict,
+    stats_table,
+)
+from autoflash.terminal import JsonFlag, StoreOption, complain, console, say
+
+app = typer.Typer(
+    help="Exchange records between hosts, merge them by evidence, check them.",
+    no_args_is_help=True,
+)
+Files = Annotated[list[Path], typer.Argument(help="Exchange files (JSON Lines).", metavar="FILE…")]
+SignOption = Annotated[
+    Path | None, typer.Option("--sign", help="Sign with this private key (`db keygen`).")
+]
+SignedByOption = Annotated[
+    Path | None,
+    typer.Option("--require-signed-by", help="Refuse what this public key didn't sign."),
+]
+
+
+@app.command("export")
+def export_records(
+    to: Annotated[Path | None, typer.Argument(help="The file; default: standard output.")] = None,
+    target: Annotated[str | None, typer.Option(help="Only this GPU: 'h200' or its name.")] = None,
+    shipped: Annotated[bool, typer.Option(help="The records that ship with AutoFlash.")] = False,
+    sign: SignOption = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the records of the store as an exchange file: sorted, with digests."""
+    from autoflash.store.shipped import all_shipped_records
+
+    if as_json and to is None:
+        raise InvalidInputError("--json prints what was written where: name a file to export to")
+    records = all_shipped_records() if shipped else _read(_database(db)).records
+    _write(_of_target(records, target), to, sign, as_json=as_json)
+
+
+@app.command("import")
+def import_records(
+    files: Files,
+    require_signed_by: SignedByOption = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Add to the store what it lacks. Bad lines are refused one by one: exit code 1."""
+    from autoflash.store.digest import unique
+    from autoflash.store.store import Store
+
+    # All are read before anything is written: a file that is refused as a whole stops the rest.
+    sides = _read_files(files, require_signed_by)
+    store = Store(_database(db))
+    known = unique(store.records())
+    offered = unique([record for side in sides for record in side.records])
+    lacking = [record for digest, record in offered.items() if digest not in known]
+    if lacking:
+        store.add_records(lacking)
+    if as_json:
+        outcome = {"added": len(lacking), "known": len(offered) - len(lacking)}
+        typer.echo(json.dumps(outcome | {"files": [side_as_dict(s) for s in sides]}, indent=1))
+    else:
+        _tell(sides)
+        say(f"{store.path}: {len(lacking)} added, {len(offered) - len(lacking)} known already")
+    _exit_unless(all(side.clean for side in sides))
+
+
+@app.command("merge")
+def merge_files(
+    files: Files,
+    to: Annotated[Path, typer.Option("--to", help="The file that is written.")],
+    require_signed_by: SignedByOption = None,
+    sign: SignOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Merge files into one, with every record of each: in any order, the same file."""
+    from autoflash.store.merge import merged
+
+    sides = _read_files(files, require_signed_by)
+    if not as_json:
+        _tell(sides)
+    _write(merged(*(side.records for side in sides)), to, sign, as_json=as_json, sides=sides)
+    _exit_unless(all(side.clean for side in sides))
+
+
+@app.command()
+def diff(
+    theirs: Annotated[Path, typer.Argument(help="An exchange file or a database.")],
+    ours: Annotated[
+        Path | None, typer.Argument(help="What it is compared with; default: the store.")
+    ] = None,
+    require_signed_by: SignedByOption = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Who would win and why if THEIRS were merged; nothing is written. Exit code 1: they differ."""
+    from autoflash.store.diff import differences
+
+    if ours is not None and db is not None:
+        raise InvalidInputError("give OURS or --db, not both")
+    left, right = _read(ours or _database(db)), _read(theirs, require_signed_by)
+    found = differences(left.records, right.records)
+    if as_json:
+        typer.echo(json.dumps([difference_as_dict(d) for d in found], indent=1))
+    else:
+        _tell([left, right])
+        console.print(differences_table(found))
+    _exit_unless(not found)
+
+
+@app.command()
+def verify(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files or databases; default: the store.")
+    ] = None,
+    require_signed_by: SignedByOption = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check digests, signatures, and records against the spaces. Exit code 1: something is off."""
+    from autoflash.store.sides import misfits
+
+    if paths and db is not None:
+        raise InvalidInputError("give paths or --db, not both")
+    sides = [_read(path, require_signed_by) for path in paths or [_database(db)]]
+    for side in sides:
+        side.faults += misfits(side.records)
+    if as_json:
+        typer.echo(json.dumps([side_as_dict(side) for side in sides], indent=1))
+    else:
+        _tell(sides)
+    _exit_unless(all(side.clean for side in sides))
+
+
+@app.command()
+def stats(
+    path: Annotated[
+        Path | None, typer.Argument(help="A file or database; default: the store.")
+    ] = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How many records, of what, from where, and how many of them stand."""
+    if path is not None and db is not None:
+        raise InvalidInputError("give a path or --db, not both")
+    side = _read(path or _database(db))
+    if as_json:
+        typer.echo(json.dumps(stats_as_dict(side), indent=1))
+    else:
+        console.print(stats_table(side))
+
+
+@app.command()
+def keygen(
+    path: Annotated[Path, typer.Argument(help="The private key; the public one is PATH.pub.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a key pair for --sign and --require-signed-by."""
+    from autoflash.store.signing import make_keys, public_path
+
+    name = make_keys(path)
+    if as_json:
+        made = {"private": str(path), "public": str(public_path(path)), "fingerprint": name}
+        typer.echo(json.dumps(made, indent=1))
+    else:
+        say(f"{path}: private, keep it; {public_path(path)}: give it away; fingerprint {name}")
+
+
+def _database(db: Path | None) -> Path:
+    from autoflash.settings import settings
+
+    return db or settings().db_path
+
+
+def _read(path: Path, signed_by: Path | None = None) -> Any:
+    from autoflash.store.sides import read_side
+
+    return read_side(path, _public(signed_by))
+
+
+def _read_files(paths: list[Path], signed_by: Path | None) -> list[Any]:
+    from autoflash.store.sides import read_file
+
+    key = _public(signed_by)
+    return [read_file(path, key) for path in paths]
+
+
+def _public(path: Path | None) -> Any:
+    from autoflash.store.signing import load_public
+
+    return None if path is None else load_public(path)
+
+
+def _of_target(records: list[Any], target: str | None) -> list[Any]:
+    from autoflash.target import NAMED_TARGETS
+
+    if target is None:
+        return records
+    named = NAMED_TARGETS.get(target.lower())
+    return [r for r in records if r.target.name == (named.name if named else target)]
+
+
+def _write(
+    records: list[Any],
+    to: Path | None,
+    sign: Path | None,
+    *,
+    as_json: bool,
+    sides: list[Any] | None = None,
+) -> None:
+    from autoflash.store.jsonl import dump
+    from autoflash.store.signing import load_private
+    from autoflash.store.untrusted import write_text
+
+    text = dump(records, None if sign is None else load_private(sign))
+    if to is None:
+        typer.echo(text, nl=False)
+        return
+    write_text(to, text)
+    header = json.loads(text.partition("\n")[0])
+    signed_by = header.get("signature", {}).get("key", "")
+    if not as_json:
+        say(f"{to}: {header['count']} records{signed_by and f', signed by {signed_by}'}")
+        return
+    written = {"path": str(to), "records": header["count"], "digest": header["digest"]}
+    read = {} if sides is None else {"files": [side_as_dict(side) for side in sides]}
+    typer.echo(json.dumps(written | {"signed_by": signed_by} | read, indent=1))
+
+
+def _tell(sides: list[Any]) -> None:
+    for side in sides:
+        for warning in side.warnings:
+            complain(f"warning: {warning}")
+        for reason in [*side.faults, *side.refusals]:
+            complain(f"{side.path}: {reason}")
+        more = side.refused - len(side.refusals)
+        if more:
+            complain(f"{side.path}: {more} more are refused")
+        signed = f", signed by {side.signed_by}" if side.signed_by else ""
+        signed += " (not checked)" if signed and not side.verified else ""
+        say(f"{side.path}: {len(side.records)} records, {side.refused} refused{signed}")
+
+
+def _exit_unless(good: bool) -> None:
+    if not good:
+        raise typer.Exit(1)
