@@ -162,6 +162,33 @@ def stats(
 
 
 @app.command()
+def prune(
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it nothing is.")] = False,
+    backup: Annotated[
+        Path | None, typer.Option(help="Where they are kept; default: beside the store.")
+    ] = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete what its own origin has superseded, never a record that could stand in some merge."""
+    from autoflash.store.prune import PrunableStore
+    from autoflash.store.prune import prune as delete
+    from autoflash.store.record import time_stamp
+
+    store = PrunableStore(_database(db), read_only=not yes)
+    stamp = "".join(c for c in time_stamp()[:19] if c.isalnum())
+    backup = backup or store.path.with_name(f"{store.path.name}.pruned-{stamp}.jsonl")
+    count = delete(store, backup) if yes else len(store.superseded())
+    kept = str(backup) if yes and count else None
+    if as_json:
+        typer.echo(json.dumps({"superseded": count, "deleted": yes, "backup": kept}, indent=1))
+    elif kept:
+        say(f"{store.path}: {count} deleted; `autoflash db import {kept}` brings them back")
+    else:
+        say(f"{store.path}: {count} superseded{'; --yes deletes them' if count else ''}")
+
+
+@app.command()
 def keygen(
     path: Annotated[Path, typer.Argument(help="The private key; the public one is PATH.pub.")],
     as_json: JsonFlag = False,

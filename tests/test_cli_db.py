@@ -202,6 +202,44 @@ def test_stats(store_of):
     assert "host-a: 3, host-b: 2" in autoflash("db", "stats", store.path).out
 
 
+def test_prune_deletes_only_what_can_never_stand_and_can_be_undone(tmp_path, store_of):
+    taken_back, word, other = A
+    store = store_of("a.sqlite", [*A, *B, word])
+    before = store.records()
+    done = autoflash("db", "prune", "--db", store.path)
+    assert (done.code, "3 superseded; --yes deletes them" in done.out) == (0, True)
+    assert store.records() == before
+    backup = tmp_path / "gone.jsonl"
+    done = autoflash("db", "prune", "--yes", "--backup", backup, "--db", store.path, "--json")
+    assert done.json == {"superseded": 3, "deleted": True, "backup": str(backup)}
+    assert sorted(map(record_digest, store.records())) == sorted(digests([word, other, B[0]]))
+    assert store.best(Bucket.of(PROBLEM), H200) == B[0]
+    assert digests(jsonl.load(backup).records) == digests([taken_back, B[1], word])
+    assert autoflash("db", "prune", "--yes", "--db", store.path, "--json").json == {
+        "superseded": 0, "deleted": True, "backup": None,
+    }  # fmt: skip
+    assert autoflash("db", "import", backup, "--db", store.path).code == 0
+    assert digests(store.records()) == digests(before)
+
+
+def test_prune_without_a_backup_deletes_nothing(tmp_path, store_of):
+    store = store_of("a.sqlite", A)
+    for backup in (tmp_path / "none" / "b.jsonl", store.path):
+        done = autoflash("db", "prune", "--yes", "--backup", backup, "--db", store.path)
+        assert (done.code, "nothing was pruned" in done.told) == (2, True)
+    assert digests(store.records()) == digests(A)
+
+
+def test_prune_leaves_rows_that_cannot_be_read(store_of):
+    store = store_of("a.sqlite", A)
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE records SET kernel = 'of tomorrow' WHERE id = 2")
+    done = autoflash("db", "prune", "--yes", "--db", store.path, "--json")
+    assert done.json["superseded"] == 0
+    with store._engine.begin() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM records").scalar() == 3
+
+
 def test_signing(tmp_path, store_of, file_of):
     pytest.importorskip("cryptography")
     store, key, to = store_of("a.sqlite", A), tmp_path / "key", tmp_path / "signed.jsonl"
