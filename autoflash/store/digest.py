@@ -7,10 +7,13 @@ from typing import Any
 from autoflash.store.plain import record_to_plain
 from autoflash.store.record import TuningRecord
 
+# Kept, since json.dumps makes a new one for each record.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
 
 def canonical(plain: object) -> str:
     """The one JSON text of ``plain``: sorted keys, no spaces, ASCII alone. No NaN, no infinity."""
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(plain)
 
 
 def sha256(text: str) -> str:
