@@ -6,6 +6,7 @@ its space. Every refusal is an InvalidInputError or a ConfigError.
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -175,14 +176,20 @@ def _config(name: str, problem: Problem, plain: object) -> Config:
 
 def _noun(kind: type[T], plain: object) -> T:
     """A dataclass of plain values; it checks the ranges itself."""
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    fields = _kinds(kind)
     values = _exactly(plain, fields, kind.__name__.lower())
     return kind(**{name: _typed(name, values[name], fields[name]) for name in fields})
 
 
+@functools.cache
+def _kinds(kind: type) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(kind)}
+
+
 def _exactly(plain: object, names: Collection[str], what: str) -> Mapping[str, Any]:
     values = _mapping(plain, what)
-    if odd := sorted(set(values) ^ set(names), key=str):
+    if values.keys() != set(names):
+        odd = sorted(values.keys() ^ set(names), key=str)
         state = "missing" if odd[0] in names else "unknown"
         raise InvalidInputError(f"{what}: field {odd[0][:80]!r} is {state}")
     return values
@@ -196,6 +203,9 @@ def _mapping(plain: object, what: str) -> Mapping[str, Any]:
 
 def _typed(name: str, value: object, kind: Any) -> Any:
     """``value`` if it is of ``kind`` to the letter: True is no int, but an int is a float."""
+    # Nearly all are just that, and a union takes long to look into.
+    if type(value) is kind:
+        return value
     kinds = typing.get_args(kind) or (kind,)
     if type(value) not in kinds and not (float in kinds and type(value) is int):
         wanted = " or ".join(k.__name__ for k in kinds)

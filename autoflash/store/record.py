@@ -1,6 +1,7 @@
 """The nouns of the tuning store. Pure Python: no database, no torch."""
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -194,6 +195,7 @@ def latest_stamp() -> str:
     return ahead.isoformat(timespec="seconds")
 
 
+@functools.lru_cache(maxsize=1024)
 def target_from_identity(
     *, vendor: str, name: str, arch: str, sm_count: int, memory_gib: int
 ) -> Target:

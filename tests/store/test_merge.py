@@ -7,11 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoflash.problem import Bucket
 from autoflash.store.digest import canonical, record_digest
+from autoflash.store.exchange import dump_records
 from autoflash.store.merge import key_of, merged, parse_version, why, winner, winners, words
 from autoflash.store.plain import record_to_plain
+from autoflash.store.shipped import ShippedRecords
 from autoflash.target import named_target
-from tests.store.support import problem_of, record_of
+from tests.store.support import H200, problem_of, record_of
 
 
 def versioned(record, **versions):
@@ -129,6 +132,22 @@ def test_times_of_problems_of_different_sizes_are_compared_by_rate():
     assert key_of(small) == key_of(large)
     assert large.problem.flops > 1.5 * small.problem.flops
     assert winner([small, large]) == large
+
+
+def test_a_store_and_the_shipped_files_serve_by_the_same_rule(store, tmp_path):
+    """The newest date of another origin is no evidence; a kernel's repeats none against another."""
+    records = [
+        record_of(ms=2.0, day=1, origin="a"),
+        record_of(ms=3.0, day=9, origin="b"),
+        repeated(versioned(record_of(ms=1.0, day=28, origin="c"), triton="3.5.0"), 400),
+    ]
+    store.add_records(records)
+    (tmp_path / f"{H200.slug}.json").write_text(dump_records(records))
+    shipped = ShippedRecords(tmp_path)
+    for source in (store, shipped):
+        assert source.best(records[0].bucket, H200) == records[0]
+        longer = Bucket.of(problem_of(seqlen_k=9000))
+        assert source.neighbours(longer, H200) == [records[0]]
 
 
 def test_an_even_tie_goes_by_digest():
