@@ -2,7 +2,7 @@
 
 | variable               | meaning                                      | default              |
 |------------------------|----------------------------------------------|----------------------|
-| AUTOFLASH_DB           | path of the SQLite store                     | user data directory  |
+| AUTOFLASH_DB           | the store: a path, or a PostgreSQL URL       | user data directory  |
 | AUTOFLASH_CACHE_DIR    | folder of the emitted kernel files           | user cache directory |
 | AUTOFLASH_MODE         | lookup (best known) or lock (exact only)     | lookup               |
 | AUTOFLASH_WORKERS      | compiler processes while tuning              | this process's cores |
@@ -15,19 +15,63 @@
 
 import os
 import socket
-from dataclasses import dataclass
+import urllib.parse
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autoflash.errors import InvalidInputError
 
 MODES = ("lookup", "lock")
+_POSTGRES = "postgresql+psycopg"
+
+
+@dataclass(frozen=True)
+class DatabaseUrl:
+    """Where a PostgreSQL database is. ``str`` and ``repr`` leave out what may be secret: the
+    password and the query."""
+
+    with_password: str = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str) -> "DatabaseUrl":
+        """Raises InvalidInputError, which says nothing of ``text`` but its scheme."""
+        scheme, _, rest = text.partition("://")
+        if scheme not in ("postgresql", _POSTGRES):
+            raise InvalidInputError(
+                f"scheme {scheme[:40]!r} is not served: give a file path or "
+                f"{_POSTGRES}://user@host/database"
+            )
+        try:
+            parts = urllib.parse.urlsplit(f"{_POSTGRES}://{rest}")
+            _ = parts.port
+        except ValueError:
+            # Its words would show a part of the URL.
+            raise InvalidInputError(
+                "the host or the port is not understood: special characters of a password "
+                "must be percent-encoded"
+            ) from None
+        if not parts.path.strip("/"):
+            raise InvalidInputError(f"names no database: {_POSTGRES}://user@host/database")
+        return cls(f"{_POSTGRES}://{rest}")
+
+    def __str__(self) -> str:
+        parts = urllib.parse.urlsplit(self.with_password)
+        who, at, where = parts.netloc.rpartition("@")
+        return f"{parts.scheme}://{who.partition(':')[0]}{at}{where}{parts.path}"
+
+    def __repr__(self) -> str:
+        return f"DatabaseUrl({str(self)!r})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A snapshot of the environment."""
+    """A snapshot of the environment.
+
+    With a ``db_url`` that is the store; beside ``db_path`` lies what stays on this host.
+    """
 
     db_path: Path
+    db_url: DatabaseUrl | None = None
     cache_dir: Path
     mode: str
     workers: int
@@ -36,6 +80,11 @@ class Settings:
     visible_gpus: tuple[str, ...]
     note_missed: bool
 
+    @property
+    def db(self) -> Path | DatabaseUrl:
+        """The user's store."""
+        return self.db_url or self.db_path
+
 
 def settings() -> Settings:
     """Read the environment. Raises InvalidInputError for a value out of its range."""
@@ -43,8 +92,11 @@ def settings() -> Settings:
     if mode not in MODES:
         raise InvalidInputError(f"AUTOFLASH_MODE={mode!r}: must be one of {', '.join(MODES)}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    db_url = _url("AUTOFLASH_DB")
+    db_path = None if db_url else _path("AUTOFLASH_DB")
     return Settings(
-        db_path=_path("AUTOFLASH_DB") or _default_dir("data") / "autoflash.sqlite",
+        db_path=db_path or _default_dir("data") / "autoflash.sqlite",
+        db_url=db_url,
         cache_dir=_path("AUTOFLASH_CACHE_DIR") or _default_dir("cache") / "kernels",
         mode=mode,
         workers=_workers(),
@@ -61,12 +113,22 @@ def kernels_module() -> str:
     return os.environ.get("AUTOFLASH_TEST_KERNELS", "")
 
 
+def _url(variable: str) -> DatabaseUrl | None:
+    text = os.environ.get(variable, "")
+    if "://" not in text:
+        return None
+    try:
+        return DatabaseUrl.parse(text)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{variable}: {error}") from None
+
+
 def _path(variable: str) -> Path | None:
     text = os.environ.get(variable)
     if not text:
         return None
     if "://" in text:
-        raise InvalidInputError(f"{variable}={text!r}: give a file path; only SQLite is served yet")
+        raise InvalidInputError(f"{variable}: give a path, not a URL")
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:

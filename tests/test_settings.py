@@ -2,6 +2,7 @@
 
 import os
 import socket
+import traceback
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,53 @@ def test_workers_is_a_count(monkeypatch, text):
     assert str(caught.value) == (f"AUTOFLASH_WORKERS={text!r}: must be a whole number, at least 1")
 
 
-@pytest.mark.parametrize("url", ["postgresql://host/db", "sqlite:///x.sqlite"])
-def test_the_store_is_a_path(monkeypatch, url):
+@pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg"])
+def test_the_store_may_be_a_server(unset, monkeypatch, scheme):
+    monkeypatch.setenv("AUTOFLASH_DB", f"{scheme}://me:s3cr%40t@[::1]:5433/tuning?sslpassword=s3c")
+    found = settings()
+    assert found.db is found.db_url
+    # What stays on this host, such as the file of missed calls, lies where it would by default.
+    assert found.db_path == unset / "data" / "autoflash" / "autoflash.sqlite"
+    assert found.db_url.with_password == (
+        "postgresql+psycopg://me:s3cr%40t@[::1]:5433/tuning?sslpassword=s3c"
+    )
+    assert str(found.db_url) == "postgresql+psycopg://me@[::1]:5433/tuning"
+    assert "s3c" not in f"{found!r} {found} {found.db_url!r}"
+    assert hash(found) == hash(settings())
+
+
+def test_a_server_may_be_reached_by_a_socket(monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_DB", "postgresql:///tuning?host=/run/postgresql")
+    assert str(settings().db) == "postgresql+psycopg:///tuning"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("sqlite:///s3cret.sqlite", "scheme 'sqlite' is not served: give a file path or"),
+        ("mysql://me:s3cret@host/db", "scheme 'mysql' is not served"),
+        ("postgresql+asyncpg://me:s3cret@host/db", "scheme 'postgresql+asyncpg' is not"),
+        ("postgresql://me:s3cret@host", "names no database"),
+        ("postgresql://me:s3cret@host/?dbname=x", "names no database"),
+        ("postgresql://me:s3cret/x@host/db", "must be percent-encoded"),
+        ("postgresql://me:x@host:s3cret/db", "must be percent-encoded"),
+        ("postgresql://me:s3cret@[::1/db", "must be percent-encoded"),
+    ],
+)
+def test_other_urls_are_refused_without_a_word_of_their_secrets(monkeypatch, url, reason):
     monkeypatch.setenv("AUTOFLASH_DB", url)
     with pytest.raises(InvalidInputError) as caught:
         settings()
-    assert str(caught.value) == (
-        f"AUTOFLASH_DB={url!r}: give a file path; only SQLite is served yet"
-    )
+    said = "".join(traceback.format_exception(caught.value))
+    assert str(caught.value).startswith("AUTOFLASH_DB: ")
+    assert reason in str(caught.value)
+    assert "s3cret" not in said
+
+
+def test_the_kernels_lie_in_a_folder(monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_CACHE_DIR", "s3://bucket/kernels")
+    with pytest.raises(InvalidInputError, match="AUTOFLASH_CACHE_DIR: give a path, not a URL"):
+        settings()
 
 
 @pytest.mark.parametrize(("text", "expected"), [("0", False), ("1", True), ("", True)])
