@@ -286,7 +286,7 @@ def _missed(op: str | None, target: str | None, db: Path | None, *, quiet: bool)
     ops = OPS if op is None else _ops(op)
     gpu = target_to_tune(target)
     snapshot = settings()
-    snapshot = snapshot if db is None else replace(snapshot, db_path=db)
+    snapshot = snapshot if db is None else replace(snapshot, db_path=db, db_url=None)
     path = missed_path(snapshot.db_path)
     problems = from_missed(path, gpu, Layers(snapshot), ops)
     if problems:
@@ -312,24 +312,24 @@ def _split(text: str) -> list[str]:
 
 def _open_store(db: Path | None) -> Any:
     from autoflash.settings import settings
-    from autoflash.store.store import Store
+    from autoflash.store.opening import open_store
 
-    return Store(db or settings().db_path)
+    return open_store(db or settings().db)
 
 
 def _records(db: Path | None, shipped: bool, target: str | None) -> list[Any]:
     from autoflash.settings import settings
+    from autoflash.store.opening import open_store
     from autoflash.store.shipped import all_shipped_records
-    from autoflash.store.store import Store
     from autoflash.target import NAMED_TARGETS
 
     if shipped:
         records = all_shipped_records()
     else:
-        path = db or settings().db_path
-        if not path.exists():
+        where = db or settings().db
+        if isinstance(where, Path) and not where.exists():
             return []
-        records = Store(path, read_only=True).records()
+        records = open_store(where, read_only=True).records()
     if target is None:
         return records
     named = NAMED_TARGETS.get(target.lower())

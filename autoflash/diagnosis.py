@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoflash.errors import AutoFlashError
-from autoflash.settings import settings
+from autoflash.settings import DatabaseUrl, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +68,35 @@ def _compiler() -> Finding:
 
 
 def _store(db: Path | None) -> list[Finding]:
+    from autoflash.store.opening import open_store
     from autoflash.store.shipped import all_shipped_records
-    from autoflash.store.store import Store
 
+    findings: list[Finding] = []
     try:
         shipped = len(all_shipped_records())
         findings = [Finding(state="ok", subject="shipped", text=f"{shipped} records")]
-        path = db or settings().db_path
-        if not path.exists():
-            text = f"{path} is not there yet: the first tune makes it"
+        where = db or settings().db
+        if isinstance(where, Path) and not where.exists():
+            text = f"{where} is not there yet: the first tune makes it"
             return [*findings, Finding(state="ok", subject="store", text=text)]
-        count = len(Store(path, read_only=True).records())
+        if isinstance(where, DatabaseUrl):
+            findings += _spool(where)
+        count = len(open_store(where, read_only=True).records())
     except AutoFlashError as error:
-        return [Finding(state="error", subject="store", text=str(error))]
-    return [*findings, Finding(state="ok", subject="store", text=f"{path}, {count} records")]
+        return [*findings, Finding(state="error", subject="store", text=str(error))]
+    return [*findings, Finding(state="ok", subject="store", text=f"{where}, {count} records")]
+
+
+def _spool(url: DatabaseUrl) -> list[Finding]:
+    """Whether results of a tune wait for the server. Raises StoreError."""
+    from autoflash.store.opening import spool_path
+    from autoflash.store.spool import waiting
+
+    path = spool_path(url)
+    if count := waiting(path):
+        text = f"{count} rows wait in {path}: the next tune that reaches the server brings them"
+        return [Finding(state="warning", subject="spool", text=text)]
+    return []
 
 
 def _kernels() -> Finding:

@@ -3,16 +3,21 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
-from autoflash.settings import Settings, settings
+from autoflash.settings import DatabaseUrl, Settings, settings
 from autoflash.store.evidence import Kernels, evidence_order
 from autoflash.store.record import TuningRecord
 from autoflash.store.shipped import ShippedRecords, shipped_folder
 from autoflash.target import Target
+
+if TYPE_CHECKING:
+    from autoflash.store.remote import RemoteRecords
+    from autoflash.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +62,9 @@ class Found:
 class Layers:
     """Looks a bucket up in every layer; never raises, never writes, never loads Alembic.
 
-    Owns no connection, may be shared by threads. A layer that can't be read is skipped, with one
-    warning. The user's file may appear while the process runs.
+    Owns no connection to a file, may be shared by threads and used after a fork. A layer that can't
+    be read is skipped, with one warning; of a server that can't, the last answers stand. The user's
+    file may appear while the process runs.
     """
 
     def __init__(self, snapshot: Settings | None = None, *, shipped: Path | None = None) -> None:
@@ -67,8 +73,8 @@ class Layers:
         ``shipped`` is another folder than the package's. Keep a Layers: it reads a file only once.
         """
         snapshot = snapshot or settings()
-        self._db_path = snapshot.db_path
-        self._user: Source | None = None
+        self._db = snapshot.db
+        self._user: Store | RemoteRecords | None = None
         self._shipped: Source | None = None
         if snapshot.use_shipped_records:
             self._shipped = ShippedRecords(shipped or shipped_folder())
@@ -100,11 +106,9 @@ class Layers:
 
     def losses(self, record: TuningRecord) -> list[float]:
         """``Store.losses`` by the trials of the user's store; none if it can't be read."""
-        from autoflash.store.store import Store
-
         try:
             user = self._open_user()
-            return user.losses(record) if isinstance(user, Store) else []
+            return user.losses(record) if user else []
         except StoreError as error:
             self._warn("user", error)
             return []
@@ -137,23 +141,30 @@ class Layers:
                     )
         return found
 
-    def _open_user(self) -> Source | None:
+    def _open_user(self) -> "Store | RemoteRecords | None":
         if self._user is None:
-            # A file that isn't there is no reason to load SQLAlchemy.
-            try:
-                present = self._db_path.exists()
-            except OSError as error:
-                raise StoreError(f"{self._db_path}: can't be looked at: {error}") from error
-            if present:
+            if isinstance(self._db, DatabaseUrl):
+                from autoflash.store.remote import RemoteRecords
+
+                self._user = RemoteRecords(self._db, partial(self._warn, "user"))
+            elif _is_there(self._db):
                 from autoflash.store.store import Store
 
-                self._user = Store(self._db_path, read_only=True)
+                self._user = Store(self._db, read_only=True)
         return self._user
 
     def _warn(self, layer: str, error: StoreError) -> None:
         if layer not in self._warned:
             self._warned.add(layer)
             logger.warning("going on without the %s records: %s", layer, error)
+
+
+def _is_there(path: Path) -> bool:
+    """A file that isn't there is no reason to load SQLAlchemy."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise StoreError(f"{path}: can't be looked at: {error}") from error
 
 
 def _first(found: Iterable[Found]) -> Found | None:

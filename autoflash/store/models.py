@@ -6,7 +6,7 @@ A change here needs a revision in ``migrations/versions`` and its name in
 
 from typing import Any, ClassVar
 
-from sqlalchemy import BigInteger, Double, Index
+from sqlalchemy import BigInteger, Double, Index, Integer, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # What must be equal for a config to carry over, the target, then the sizes: one index serves the
@@ -18,17 +18,23 @@ KEY_COLUMNS = (
 )
 
 
+# A server sorts and compares text by its own collation, unless a column says that bytes decide.
+Text = String().with_variant(String(collation="C"), "postgresql")
+# Only an INTEGER counts up by itself in SQLite (and has 64 bits there).
+Key = BigInteger().with_variant(Integer(), "sqlite")
+
+
 class Base(DeclarativeBase):
     """The declarative base; its metadata is the schema."""
 
-    # Said here, since SQLAlchemy 2.0 and 2.1 differ: a time must come back to the last bit.
-    type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double()}
+    # float is said, since SQLAlchemy 2.0 and 2.1 differ: a time must come back to the last bit.
+    type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double(), str: Text}
 
 
 class KeyColumns:
     """Which problem, bucket and target, and what ran. ``config`` is canonical JSON."""
 
-    id: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[int] = mapped_column(Key, primary_key=True)
 
     op: Mapped[str]
     dtype: Mapped[str]

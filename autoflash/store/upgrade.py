@@ -7,16 +7,20 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autoflash.errors import StoreError
 from autoflash.store import schema
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 30
 _MIGRATIONS = Path(__file__).parent / "migrations"
-# Alembic's context is a global of the process.
-_migrating = threading.Lock()
+# To be held around ``run_migrations``: Alembic's context is a global of the process.
+one_migration = threading.Lock()
 
 
 def prepare_for_writing(path: Path) -> None:
@@ -58,7 +62,7 @@ def _locked(path: Path) -> Iterator[None]:
     lock = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _migrating, filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
+        with one_migration, filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
             yield
     except filelock.Timeout as error:
         raise StoreError(
@@ -119,13 +123,9 @@ def _upgrade(path: Path, version: str | None) -> None:
 
 def _migrate(path: Path) -> None:
     """Bring the database at ``path`` to the newest schema, all of it or nothing."""
-    import alembic.command
-    import alembic.config
     import alembic.util
     import sqlalchemy
 
-    config = alembic.config.Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     engine = sqlalchemy.create_engine(
         "sqlite://",
         creator=lambda: sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None),
@@ -139,10 +139,23 @@ def _migrate(path: Path) -> None:
 
     try:
         with engine.begin() as connection:
-            config.attributes["connection"] = connection
-            alembic.command.upgrade(config, schema.SCHEMA_VERSIONS[-1])
+            run_migrations(connection)
     except (sqlalchemy.exc.SQLAlchemyError, alembic.util.CommandError) as error:
         raise StoreError(
             f"{path}: can't be brought to schema {schema.SCHEMA_VERSIONS[-1]} and was left as it "
             f"was: {schema.cause_of(error)}; {schema.next_step(error)}"
         ) from error
+
+
+def run_migrations(connection: "Connection") -> None:
+    """Bring the database to the newest schema, in the transaction that ``connection`` is in.
+
+    The caller sees to it that no other process, and no other thread of this one, does the same.
+    """
+    import alembic.command
+    import alembic.config
+
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    alembic.command.upgrade(config, schema.SCHEMA_VERSIONS[-1])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Bucket, Problem
+from autoflash.store.base import AnyStore
 from autoflash.store.evidence import Kernels
 from autoflash.store.record import Trial, TrialStatus
-from autoflash.store.store import Store
 from autoflash.target import Target
 from autoflash.tuning.job import Candidate
 from autoflash.tuning.offline import dropped_for_spills
@@ -23,7 +23,7 @@ _PASSED_OVER = (TrialStatus.noisy, TrialStatus.predicted)
 
 
 def past_trials(
-    store: Store, problem: Problem, runner: Runner, kernels: Sequence[Kernel]
+    store: AnyStore, problem: Problem, runner: Runner, kernels: Sequence[Kernel]
 ) -> list[Trial]:
     """Trials of an earlier run that still count: same problem, source and compiler, of a config
     that may still run.
@@ -59,7 +59,7 @@ def defaults(problem: Problem, target: Target, kernels: Sequence[Kernel]) -> lis
 
 
 def advice(
-    store: Store,
+    store: AnyStore,
     problem: Problem,
     target: Target,
     kernels: Sequence[Kernel],
@@ -79,7 +79,7 @@ def advice(
     return found
 
 
-def _records(store: Store, bucket: Bucket, target: Target, kernels: Kernels) -> list[Candidate]:
+def _records(store: AnyStore, bucket: Bucket, target: Target, kernels: Kernels) -> list[Candidate]:
     """The configs of the store's records of the bucket, its neighbours and its siblings."""
     own = store.best(bucket, target, kernels)
     near = store.neighbours(bucket, target, kernels)[:3]

@@ -5,8 +5,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.problem import Bucket, Problem
+from autoflash.store.base import AnyStore
 from autoflash.store.record import Measurement, Trial, TrialStatus, TuningRecord, time_stamp
-from autoflash.store.store import Store
 from autoflash.target import Target
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.progress import (
@@ -32,7 +32,7 @@ _SPILL_COST = 3e-4
 
 
 def tune_offline(
-    problem: Problem, runner: Runner, store: Store, budget: Budget, listener: Listener
+    problem: Problem, runner: Runner, store: AnyStore, budget: Budget, listener: Listener
 ) -> TuneResult:
     """Compile the best-ranked candidates, drop what overflows or spills, rank the rest again with
     the binaries' real resources, and store the first as predicted.
@@ -73,7 +73,9 @@ def tune_offline(
 
 
 class _OfflineStudy:
-    def __init__(self, problem: Problem, runner: Runner, store: Store, listener: Listener) -> None:
+    def __init__(
+        self, problem: Problem, runner: Runner, store: AnyStore, listener: Listener
+    ) -> None:
         self.problem = problem
         self.candidates = ranked(kernels_for(problem, runner.target), problem, runner.target)
         self.trials: list[Trial] = []

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from autoflash.problem import Problem
-from autoflash.store.store import Store
+from autoflash.store.base import AnyStore
 from autoflash.tuning.progress import Budget, Listener, TuneResult
 from autoflash.tuning.runner import Runner
 from autoflash.tuning.study import tune_each
@@ -16,7 +16,7 @@ _LOOK_S = 0.2
 def tune_on(
     runners: Sequence[Runner],
     problems: Sequence[Problem],
-    store: Store,
+    store: AnyStore,
     budget: Budget,
     listener: Listener,
 ) -> list[TuneResult]:

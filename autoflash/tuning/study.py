@@ -10,9 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
+from autoflash.store.base import AnyStore
 from autoflash.store.evidence import evidence_order
 from autoflash.store.record import Trial, TrialStatus, TuningRecord, time_stamp
-from autoflash.store.store import Store
 from autoflash.tuning import known
 from autoflash.tuning.finals import Finals, finalists, winners
 from autoflash.tuning.job import Candidate, Outcome
@@ -41,7 +41,7 @@ _COMPILE_S = 4.0
 
 
 def tune_one(
-    problem: Problem, runner: Runner, store: Store, budget: Budget, listener: Listener
+    problem: Problem, runner: Runner, store: AnyStore, budget: Budget, listener: Listener
 ) -> TuneResult:
     """One study on a GPU that is present (or recorded)."""
     study = Study(problem, runner, store, budget, listener, threading.Event())
@@ -51,7 +51,7 @@ def tune_one(
 def tune_each(
     problems: Iterator[Problem],
     runner: Runner,
-    store: Store,
+    store: AnyStore,
     budget: Budget,
     listener: Listener,
     stop: threading.Event,
@@ -83,7 +83,7 @@ class Study:
         self,
         problem: Problem,
         runner: Runner,
-        store: Store,
+        store: AnyStore,
         budget: Budget,
         listener: Listener,
         stop: threading.Event,

@@ -1,12 +1,14 @@
 """tune(): from problems to stored records, on the GPU that is here or for one that isn't."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoflash.errors import BusyGpuError, InvalidInputError, UnsupportedError
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.settings import settings
-from autoflash.store.store import Store
+from autoflash.store.base import AnyStore
+from autoflash.store.opening import open_store
 from autoflash.target import Target, gpu_is_present, named_target
 from autoflash.tuning.gpus import gpu_names
 from autoflash.tuning.offline import tune_offline
@@ -24,7 +26,7 @@ def tune(
     target: Target | str | None = None,
     budget_s: float | None = None,
     trials: int | None = None,
-    store: Store | None = None,
+    store: AnyStore | None = None,
     listener: Listener | None = None,
     gpus: str | Sequence[int] | None = None,
     require_idle: bool = False,
@@ -55,12 +57,15 @@ def tune(
             raise InvalidInputError(f"{problem.label()}: there is nothing to compute, nor to tune")
     budget = Budget(seconds=DEFAULT_BUDGET_S if budget_s is None else budget_s, trials=trials)
     absent = _absent(target)
-    store = store or Store(settings().db_path)
+    store = store or open_store(settings().db)
     _require_a_gpu(target)
     if absent and gpus is not None:
         raise InvalidInputError(f"gpus={gpus!r}: {absent.name} is not here, nothing runs on a GPU")
     listener = OneAtATime(listener or Listener())
-    with live_runners(settings().workers, absent, gpu_names(gpus)) as runners:
+    with (
+        _settled(store),
+        live_runners(settings().workers, absent, gpu_names(gpus)) as runners,
+    ):
         for runner in runners:
             for problem in todo:
                 kernels_for(problem, runner.target)
@@ -71,8 +76,17 @@ def tune(
         return tune_on(runners, todo, store, budget, listener)
 
 
+@contextlib.contextmanager
+def _settled(store: AnyStore) -> Iterator[None]:
+    """What a server that went away meanwhile has missed is brought to it, if it is back."""
+    try:
+        yield
+    finally:
+        store.settle()
+
+
 def _tune_offline(
-    todo: list[Problem], runner: Runner, store: Store, budget: Budget, listener: Listener
+    todo: list[Problem], runner: Runner, store: AnyStore, budget: Budget, listener: Listener
 ) -> list[TuneResult]:
     results = []
     for problem in todo:

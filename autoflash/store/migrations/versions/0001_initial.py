@@ -10,6 +10,8 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
+_TEXT = sa.String().with_variant(sa.String(collation="C"), "postgresql")
+_COUNTED = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _KEY = [
     *["op", "dtype", "head_dim", "head_dim_v", "causal"],
     *["target_arch", "target_vendor", "target_name", "target_sm_count", "target_memory_gib"],
@@ -19,12 +21,12 @@ _KEY = [
 
 def upgrade() -> None:
     """Create both tables."""
-    op.create_table("records", *_common_columns(), sa.Column("kind", sa.String(), nullable=False))
+    op.create_table("records", *_common_columns(), sa.Column("kind", _TEXT, nullable=False))
     op.create_table(
         "trials",
         *_common_columns(),
-        sa.Column("status", sa.String(), nullable=False),
-        sa.Column("reason", sa.String(), nullable=False),
+        sa.Column("status", _TEXT, nullable=False),
+        sa.Column("reason", _TEXT, nullable=False),
         sa.Column("predicted_ms", sa.Double()),
         sa.Column("shared_bytes", sa.Integer()),
         sa.Column("registers", sa.Integer()),
@@ -42,7 +44,7 @@ def downgrade() -> None:
 
 def _common_columns() -> list[sa.Column[Any]]:
     return [
-        sa.Column("id", sa.Integer(), primary_key=True),
+        sa.Column("id", _COUNTED, primary_key=True),
         *(_text(name) for name in ("op", "dtype")),
         *(_integer(name) for name in ("head_dim", "head_dim_v")),
         sa.Column("causal", sa.Boolean(), nullable=False),
@@ -56,17 +58,17 @@ def _common_columns() -> list[sa.Column[Any]]:
         *(_text(name) for name in ("kernel", "config")),
         *(sa.Column(name, sa.Double()) for name in ("median_ms", "p20_ms", "p80_ms")),
         sa.Column("repeats", sa.Integer()),
-        sa.Column("method", sa.String()),
+        sa.Column("method", _TEXT),
         sa.Column("noisy", sa.Boolean()),
         sa.Column("sm_clock_mhz", sa.Integer()),
-        sa.Column("throttle", sa.String()),
+        sa.Column("throttle", _TEXT),
         *(_text(name) for name in ("autoflash", "triton", "torch", "cuda", "driver")),
         *(_text(name) for name in ("source_hash", "created_at", "origin")),
     ]
 
 
 def _text(name: str) -> sa.Column[str]:
-    return sa.Column(name, sa.String(), nullable=False)
+    return sa.Column(name, _TEXT, nullable=False)
 
 
 def _integer(name: str) -> sa.Column[int]:

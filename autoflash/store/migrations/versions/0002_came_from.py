@@ -11,7 +11,8 @@ depends_on = None
 
 def upgrade() -> None:
     """Add the column; it is empty in what is there."""
-    op.add_column("trials", sa.Column("came_from", sa.String(), nullable=False, server_default=""))
+    text = sa.String().with_variant(sa.String(collation="C"), "postgresql")
+    op.add_column("trials", sa.Column("came_from", text, nullable=False, server_default=""))
 
 
 def downgrade() -> None:
