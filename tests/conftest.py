@@ -1,7 +1,7 @@
 """Every test runs on its own store and its own folder of emitted kernels, never on the user's."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,8 @@ from hypothesis import settings
 
 from autoflash.kernels import KERNELS, kernels_to_test_with
 from autoflash.kernels.kernel import Kernel
+from autoflash.settings import DatabaseUrl
+from tests.store.server import Server
 
 HERE = Path(__file__).parent
 GPU_TESTS = HERE / "gpu"
@@ -76,3 +78,45 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Kernel]]
         return found
 
     return join
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A real PostgreSQL; where none can be started, that is an error of each test that asks."""
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def empty_database(server: Server) -> str:
+    """The name of one with our tables, to be copied."""
+    from autoflash.store.postgres import PostgresStore
+
+    url = server.new_database()
+    PostgresStore(url)._engine.dispose()
+    return str(url).rpartition("/")[2]
+
+
+@pytest.fixture
+def url(server: Server, empty_database: str) -> Iterator[DatabaseUrl]:
+    """A database with our tables."""
+    found = server.new_database(empty_database)
+    yield found
+    server.drop(found)
+
+
+@pytest.fixture
+def bare_url(server: Server) -> Iterator[DatabaseUrl]:
+    """A database without any table."""
+    found = server.new_database()
+    yield found
+    server.drop(found)
+
+
+@pytest.fixture
+def going_away(server: Server) -> Iterator[Server]:
+    """The server, which a test may stop or freeze: it is there again for the next one."""
+    yield server
+    server.thaw()
+    server.start()

@@ -103,8 +103,14 @@ class PostgresStore(AnyStore):
         except (SQLAlchemyError, ValueError):
             # Their words may show a part of the URL.
             raise StoreError(f"{self.name}: the URL is not understood") from None
+        event.listen(engine, "do_connect", self._connect)
         event.listen(engine, "connect", self._configure)
         return engine
+
+    def _connect(self, _dialect: Any, _record: Any, words: Any, arguments: dict[str, Any]) -> Any:
+        from autoflash.store.impatient import connection_class
+
+        return connection_class(self._timeout_s).connect(*words, **arguments)
 
     def _arguments(self) -> dict[str, Any]:
         """libpq's, but for what the URL says itself: a server that went silent is given up."""
@@ -191,8 +197,15 @@ class PostgresStore(AnyStore):
     def _explain(self, error: Exception) -> str:
         # libpq's first line says it; the others repeat it for each address of the host.
         said = " ".join(str(error).split())[:500]
-        password = urllib.parse.urlsplit(self.url.with_password).password
-        for secret in filter(None, (password, urllib.parse.unquote(password or ""))):
+        for secret in self._secrets():
             said = said.replace(secret, "***")
         step = next((s for words, s in _NEXT_STEPS.items() if words in said), None)
         return f"{said}; {step or 'look at the log of the server'}"
+
+    def _secrets(self) -> set[str]:
+        """What libpq might repeat of the URL, and nobody shall read."""
+        parts = urllib.parse.urlsplit(self.url.with_password)
+        password = parts.password or ""
+        query = urllib.parse.parse_qsl(parts.query)
+        hidden = {password, urllib.parse.unquote(password)}
+        return (hidden | {value for name, value in query if "password" in name}) - {""}

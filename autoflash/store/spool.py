@@ -2,11 +2,12 @@
 
 import contextlib
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Select, delete, func, insert, literal, select
+from sqlalchemy import Select, delete, func, insert, literal, select, text
 from sqlalchemy.orm import Session
 
 from autoflash.errors import StoreError
@@ -21,6 +22,10 @@ from autoflash.store.store import Store
 REST_S = 30.0
 _BATCH = 200
 _TABLES = (RecordRow, TrialRow)
+# "spool" in ASCII, cut to 31 bits, keeps our locks apart from those of other programs.
+_LOCKS = 0x73706F6F
+_WRITING = text(f"SELECT pg_advisory_xact_lock_shared({_LOCKS}, :place)")
+_PUSHING = text(f"SELECT pg_advisory_xact_lock({_LOCKS}, :place)")
 
 
 class SpooledStore(PostgresStore):
@@ -29,14 +34,17 @@ class SpooledStore(PostgresStore):
     The spool is emptied, oldest first, as soon as the server answers again: before a later question
     of this process, at ``settle``, or when any process of this host opens the database for writing.
     A row that the server has already, to the last bit, isn't added again: so an answer to a commit
-    that was lost on the way, or a push that was killed, doubles nothing. While the server is away
-    reads see the spool alone.
+    that was lost on the way, or a push that was killed, doubles nothing. Such a commit may still be
+    under way when the server answers again; a push waits for it, by a lock that writers share.
+    While the server is away reads see the spool alone.
     """
 
     def __init__(self, url: DatabaseUrl, spool: Path) -> None:
         """Raises StoreError if the server can't be reached now: nothing has been lost yet."""
         self._spool_path = spool
         self._spool: Store | None = None
+        # The same for the writers and the pushers of one spool; others hardly meet it.
+        self._place = zlib.crc32(spool.name.encode()) - 2**31
         self._rest_until = 0.0
         super().__init__(url)
         self.settle()
@@ -66,6 +74,7 @@ class SpooledStore(PostgresStore):
         try:
             if self.waiting():
                 self._push()
+                self._rest_until = 0.0
         except StoreError as error:
             self._rest(error)
             with contextlib.suppress(StoreError):
@@ -85,6 +94,11 @@ class SpooledStore(PostgresStore):
             except StoreError as error:
                 self._rest(error)
         return self._opened_spool()._fetch(query, action)
+
+    def _add(self, rows: Iterable[RecordRow | TrialRow], action: str) -> None:
+        with self._session(action) as session:
+            session.execute(_WRITING, {"place": self._place})
+            session.add_all(rows)
 
     def _is_there(self) -> bool:
         """Whether to ask the server: not soon after it failed, and not before it has the spool."""
@@ -122,6 +136,7 @@ class SpooledStore(PostgresStore):
             for table in _TABLES:
                 while rows := spool._fetch(_oldest(table), "read the spool"):
                     with self._session("bring what waited") as session:
+                        session.execute(_PUSHING, {"place": self._place})
                         for row in rows:
                             _insert_if_new(session, table, row)
                     with spool._session("empty the spool") as session:

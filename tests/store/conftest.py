@@ -1,7 +1,6 @@
 """Fixtures of the store's tests."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from autoflash.problem import Bucket
 from autoflash.settings import DatabaseUrl
 from autoflash.store.base import AnyStore
 from autoflash.store.opening import open_store
-from autoflash.store.postgres import PostgresStore
 from autoflash.store.store import Store
-from tests.store.server import Server
 from tests.store.support import H200, PROBLEM, problem_of, record_of, trial_of
 
 
@@ -33,38 +30,6 @@ def store(path: Path, empty_store_file: Path) -> Store:
     path.parent.mkdir()
     shutil.copy(empty_store_file, path)
     return Store(path)
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """A real PostgreSQL; where none can be started, that is an error of each test that asks."""
-    running = Server()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="session")
-def empty_database(server: Server) -> str:
-    """The name of one with our tables, to be copied."""
-    url = server.new_database()
-    PostgresStore(url)._engine.dispose()
-    return str(url).rpartition("/")[2]
-
-
-@pytest.fixture
-def url(server: Server, empty_database: str) -> Iterator[DatabaseUrl]:
-    """A database with our tables."""
-    found = server.new_database(empty_database)
-    yield found
-    server.drop(found)
-
-
-@pytest.fixture
-def bare_url(server: Server) -> Iterator[DatabaseUrl]:
-    """A database without any table."""
-    found = server.new_database()
-    yield found
-    server.drop(found)
 
 
 BACKENDS = ("sqlite", "postgres")

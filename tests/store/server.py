@@ -42,7 +42,9 @@ class Server:
             raise
 
     def start(self) -> None:
-        """Start it (again), and wait until it lets us in."""
+        """Start it, unless it runs, and wait until it lets us in."""
+        if self._process is not None and self._process.poll() is None:
+            return None
         options = ("-c", f"port={self.port}", "-c", "listen_addresses=127.0.0.1")
         # Nothing here outlives the tests: not waiting for the disk makes them faster.
         options += ("-c", "fsync=off", "-c", f"unix_socket_directories={self._folder}")
@@ -74,7 +76,7 @@ class Server:
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """It goes on."""
+        """It goes on, if it was frozen."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
@@ -91,7 +93,9 @@ class Server:
         return self.url(name)
 
     def drop(self, url: DatabaseUrl) -> None:
-        """Rid of it, whoever is still connected."""
+        """Rid of it, whoever is still connected; a test may have left the server stopped."""
+        self.thaw()
+        self.start()
         self.execute(f"DROP DATABASE IF EXISTS {str(url).rpartition('/')[2]} WITH (FORCE)")
 
     def url(self, name: str) -> DatabaseUrl:
@@ -109,7 +113,8 @@ class Server:
             connection.execute(statement)
 
     def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
+        if self._process is None:
+            return
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         # Each backend leads a session of its own: there is no group to send it to.

@@ -1,4 +1,4 @@
-"""What only a store on a server can show: making its tables, its plans, its refusals, its limits."""
+"""What only a store on a server can show: its making, its plans, its refusals, its limits."""
 
 import subprocess
 import sys
@@ -173,17 +173,13 @@ def test_threads_leave_one_connection(server, url, make):
         (("admin:", "admin:wr"), "check the user and the password"),
         (("admin:", "n0b0dy:"), "check the user and the password"),
         (("/tests_", "/no_such_"), "create the database"),
-        (("127.0.0.1:", "127.0.0.1:1?x="), "the URL"),
     ],
 )
 def test_what_is_wrong_is_said_without_the_password(server, url, change, step):
     wrong = DatabaseUrl(url.with_password.replace(*change))
-    with pytest.raises((StoreError, InvalidInputError)) as caught:
+    with pytest.raises(StoreError, match=step) as caught:
         open_store(wrong)
-    said = "".join(traceback.format_exception(caught.value))
-    assert server.password not in said
-    if "?" not in change[1]:
-        assert step in str(caught.value)
+    assert server.password not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_password_in_the_query_is_not_shown_either(server, url):

@@ -1,25 +1,31 @@
-"""Many processes on one file, and one that is killed in the middle of writing."""
+"""Many processes on one store, and one that is killed in the middle of writing."""
 
 import multiprocessing
 import signal
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from autoflash.store.opening import open_store
 from autoflash.store.rows import record_to_row
 from autoflash.store.store import Store
-from tests.store.support import record_of, trial_of
+from tests.store.support import record_of
 
-PROCESSES = 16
-ROWS = 20
+PROCESSES = 32
+ROWS = 50
+# Where the one that is killed stops.
+KILLED_AT = 20
 
 
 @pytest.fixture(scope="module")
 def fresh():
     """Starts fresh processes that share nothing with this one, but import autoflash only once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autoflash.store.store", "alembic.command", "pytest"])
+    context.set_forkserver_preload(
+        ["autoflash.store.spool", "alembic.command", "psycopg", "pytest"]
+    )
     return context
 
 
@@ -28,35 +34,48 @@ def integrity(path):
         return raw.execute("PRAGMA integrity_check").fetchone()[0]
 
 
-def fill(path, number, start, end):
+def fill(where, number, start, end, dying):
     start.wait()
-    store = Store(path)
-    for row in range(ROWS // 2):
+    store = open_store(where)
+    for row in range(ROWS):
+        if number == 0 and row == KILLED_AT:
+            with store._session("die") as session:
+                session.add_all([record_to_row(record_of(ms=1 + r)) for r in range(row, ROWS)])
+                session.flush()
+                dying.set()
+                signal.pause()
         store.add_record(record_of(ms=1 + row, origin=f"host-{number}"))
-        store.add_trial(trial_of(reason=f"{number} {row}"))
     end.wait()
 
 
-def test_processes_that_create_one_store_at_once_lose_nothing(path, make, fresh):
-    start, end = fresh.Barrier(PROCESSES), fresh.Barrier(PROCESSES)
+def test_processes_that_create_one_store_at_once_lose_nothing(bare_home, fresh):
+    """32 of them, 50 records each; one is killed in a transaction."""
+    where = bare_home.where
+    start, end, dying = fresh.Barrier(PROCESSES), fresh.Barrier(PROCESSES), fresh.Event()
     workers = [
-        fresh.Process(target=fill, args=(path, number, start, end)) for number in range(PROCESSES)
+        fresh.Process(target=fill, args=(where, number, start, end, dying))
+        for number in range(PROCESSES)
     ]
     for worker in workers:
         worker.start()
+    assert dying.wait(timeout=240)
+    workers[0].kill()
+    end.wait(timeout=240)
     for worker in workers:
         worker.join(timeout=240)
-    assert [worker.exitcode for worker in workers] == [0] * PROCESSES
-    store = Store(path, read_only=True)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] + [0] * (PROCESSES - 1)
+    store = bare_home.open(read_only=True)
     found = sorted((r.provenance.origin, r.measurement.median_ms) for r in store.records())
     assert found == sorted(
-        (f"host-{number}", 1.0 + row) for number in range(PROCESSES) for row in range(ROWS // 2)
+        (f"host-{number}", 1.0 + row)
+        for number in range(PROCESSES)
+        for row in range(ROWS if number else KILLED_AT)
     )
-    reasons = {trial.reason for trial in store.trials(make.bucket, make.h200)}
-    assert reasons == {f"{number} {row}" for number in range(PROCESSES) for row in range(ROWS // 2)}
-    assert integrity(path) == "ok"
-    left = {p.name.removeprefix(path.name) for p in path.parent.iterdir()}
-    assert left <= {"", ".lock", "-wal", "-shm"}
+    if isinstance(where, Path):
+        assert integrity(where) == "ok"
+        left = {p.name.removeprefix(where.name) for p in where.parent.iterdir()}
+        assert left <= {"", ".lock", "-wal", "-shm"}
+    bare_home.open().add_record(record_of())
 
 
 def die_writing(path, flushed):
@@ -90,10 +109,12 @@ def test_a_writer_that_is_killed_leaves_what_it_had_committed(store, path, make,
 
 
 def add_after_fork(store):
+    assert len(store.records()) == 1
     store.add_record(record_of(day=5))
 
 
-def test_a_store_works_after_a_fork(store, make):
+def test_a_store_works_after_a_fork(home, make):
+    store = home.open()
     store.add_record(make.record())
     child = multiprocessing.get_context("fork").Process(target=add_after_fork, args=(store,))
     child.start()
