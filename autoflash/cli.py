@@ -20,7 +20,8 @@ from autoflash.report import (
     results_table,
     trials_table,
 )
-from autoflash.terminal import JsonFlag, StoreOption, complain, console, errors, say
+from autoflash.settings import DatabaseUrl, place_of
+from autoflash.terminal import JsonFlag, StoreOption, complain, console, errors, say, store_place
 
 app = typer.Typer(
     help="Tune attention kernels, keep the winners, look at them.",
@@ -220,7 +221,7 @@ def doctor(db: StoreOption = None, as_json: JsonFlag = False) -> None:
     """GPU, driver, versions, store and what is missing. Exit code 1 if something is."""
     from autoflash.diagnosis import diagnose
 
-    findings = diagnose(db)
+    findings = diagnose(None if db is None else place_of(db))
     if as_json:
         typer.echo(json.dumps([vars(f) for f in findings], indent=1))
     else:
@@ -275,7 +276,7 @@ def _refuse_beside_missed(context: typer.Context) -> None:
             )
 
 
-def _missed(op: str | None, target: str | None, db: Path | None, *, quiet: bool) -> list[Problem]:
+def _missed(op: str | None, target: str | None, db: str | None, *, quiet: bool) -> list[Problem]:
     """What is still untuned of what was called beside the store; says how much that is."""
     from autoflash.settings import settings
     from autoflash.store.layers import Layers
@@ -286,7 +287,11 @@ def _missed(op: str | None, target: str | None, db: Path | None, *, quiet: bool)
     ops = OPS if op is None else _ops(op)
     gpu = target_to_tune(target)
     snapshot = settings()
-    snapshot = snapshot if db is None else replace(snapshot, db_path=db, db_url=None)
+    where = store_place(db)
+    if isinstance(where, DatabaseUrl):
+        snapshot = replace(snapshot, db_url=where)
+    else:
+        snapshot = replace(snapshot, db_path=where, db_url=None)
     path = missed_path(snapshot.db_path)
     problems = from_missed(path, gpu, Layers(snapshot), ops)
     if problems:
@@ -310,15 +315,13 @@ def _split(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _open_store(db: Path | None) -> Any:
-    from autoflash.settings import settings
+def _open_store(db: str | None) -> Any:
     from autoflash.store.opening import open_store
 
-    return open_store(db or settings().db)
+    return open_store(store_place(db))
 
 
-def _records(db: Path | None, shipped: bool, target: str | None) -> list[Any]:
-    from autoflash.settings import settings
+def _records(db: str | None, shipped: bool, target: str | None) -> list[Any]:
     from autoflash.store.opening import open_store
     from autoflash.store.shipped import all_shipped_records
     from autoflash.target import NAMED_TARGETS
@@ -326,7 +329,7 @@ def _records(db: Path | None, shipped: bool, target: str | None) -> list[Any]:
     if shipped:
         records = all_shipped_records()
     else:
-        where = db or settings().db
+        where = store_place(db)
         if isinstance(where, Path) and not where.exists():
             return []
         records = open_store(where, read_only=True).records()

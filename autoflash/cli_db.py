@@ -14,7 +14,8 @@ from autoflash.report_db import (
     stats_as_dict,
     stats_table,
 )
-from autoflash.terminal import JsonFlag, StoreOption, complain, console, say
+from autoflash.settings import Place, place_of
+from autoflash.terminal import JsonFlag, StoreOption, complain, console, say, store_place
 
 app = typer.Typer(
     help="Exchange records between hosts, merge them by evidence, check them.",
@@ -44,8 +45,12 @@ def export_records(
 
     if as_json and to is None:
         raise InvalidInputError("--json prints what was written where: name a file to export to")
-    records = all_shipped_records() if shipped else _read(_database(db)).records
-    _write(_of_target(records, target), to, sign, as_json=as_json)
+    if shipped:
+        return _write(_of_target(all_shipped_records(), target), to, sign, as_json=as_json)
+    side = _read(store_place(db))
+    _complain(side)
+    _write(_of_target(side.records, target), to, sign, as_json=as_json)
+    _exit_unless(side.clean)
 
 
 @app.command("import")
@@ -57,11 +62,11 @@ def import_records(
 ) -> None:
     """Add to the store what it lacks. Bad lines are refused one by one: exit code 1."""
     from autoflash.store.digest import unique
-    from autoflash.store.store import Store
+    from autoflash.store.opening import open_store
 
     # All are read before anything is written: a file that is refused as a whole stops the rest.
     sides = _read_files(files, require_signed_by)
-    store = Store(_database(db))
+    store = open_store(store_place(db), spooled=False)
     known = unique(store.records())
     offered = unique([record for side in sides for record in side.records])
     lacking = [record for digest, record in offered.items() if digest not in known]
@@ -72,22 +77,24 @@ def import_records(
         typer.echo(json.dumps(outcome | {"files": [side_as_dict(s) for s in sides]}, indent=1))
     else:
         _tell(sides)
-        say(f"{store.path}: {len(lacking)} added, {len(offered) - len(lacking)} known already")
+        say(f"{store.name}: {len(lacking)} added, {len(offered) - len(lacking)} known already")
     _exit_unless(all(side.clean for side in sides))
 
 
 @app.command("merge")
-def merge_files(
-    files: Files,
+def merge_sides(
+    sources: Annotated[
+        list[str], typer.Argument(help="Exchange files or databases.", metavar="SOURCE…")
+    ],
     to: Annotated[Path, typer.Option("--to", help="The file that is written.")],
     require_signed_by: SignedByOption = None,
     sign: SignOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Merge files into one, with every record of each: in any order, the same file."""
+    """Merge files and databases into a file, with every record of each: in any order, the same."""
     from autoflash.store.merge import merged
 
-    sides = _read_files(files, require_signed_by)
+    sides = [_read(place_of(source), require_signed_by) for source in sources]
     if not as_json:
         _tell(sides)
     _write(merged(*(side.records for side in sides)), to, sign, as_json=as_json, sides=sides)
@@ -96,9 +103,9 @@ def merge_files(
 
 @app.command()
 def diff(
-    theirs: Annotated[Path, typer.Argument(help="An exchange file or a database.")],
+    theirs: Annotated[str, typer.Argument(help="An exchange file or a database.")],
     ours: Annotated[
-        Path | None, typer.Argument(help="What it is compared with; default: the store.")
+        str | None, typer.Argument(help="What it is compared with; default: the store.")
     ] = None,
     require_signed_by: SignedByOption = None,
     db: StoreOption = None,
@@ -109,7 +116,8 @@ def diff(
 
     if ours is not None and db is not None:
         raise InvalidInputError("give OURS or --db, not both")
-    left, right = _read(ours or _database(db)), _read(theirs, require_signed_by)
+    left = _read(store_place(ours or db))
+    right = _read(place_of(theirs), require_signed_by)
     found = differences(left.records, right.records)
     if as_json:
         typer.echo(json.dumps([difference_as_dict(d) for d in found], indent=1))
@@ -121,8 +129,8 @@ def diff(
 
 @app.command()
 def verify(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files or databases; default: the store.")
+    sources: Annotated[
+        list[str] | None, typer.Argument(help="Files or databases; default: the store.")
     ] = None,
     require_signed_by: SignedByOption = None,
     db: StoreOption = None,
@@ -131,9 +139,10 @@ def verify(
     """Check digests, signatures, and records against the spaces. Exit code 1: something is off."""
     from autoflash.store.sides import misfits
 
-    if paths and db is not None:
-        raise InvalidInputError("give paths or --db, not both")
-    sides = [_read(path, require_signed_by) for path in paths or [_database(db)]]
+    if sources and db is not None:
+        raise InvalidInputError("give files and databases or --db, not both")
+    places = [place_of(source) for source in sources or []] or [store_place(db)]
+    sides = [_read(place, require_signed_by) for place in places]
     for side in sides:
         side.faults += misfits(side.records)
     if as_json:
@@ -145,16 +154,16 @@ def verify(
 
 @app.command()
 def stats(
-    path: Annotated[
-        Path | None, typer.Argument(help="A file or database; default: the store.")
+    source: Annotated[
+        str | None, typer.Argument(help="A file or database; default: the store.")
     ] = None,
     db: StoreOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """How many records, of what, from where, and how many of them stand."""
-    if path is not None and db is not None:
-        raise InvalidInputError("give a path or --db, not both")
-    side = _read(path or _database(db))
+    if source is not None and db is not None:
+        raise InvalidInputError("give a file or database or --db, not both")
+    side = _read(store_place(source or db))
     if as_json:
         typer.echo(json.dumps(stats_as_dict(side), indent=1))
     else:
@@ -171,21 +180,23 @@ def prune(
     as_json: JsonFlag = False,
 ) -> None:
     """Delete what its own origin has superseded, never a record that could stand in some merge."""
-    from autoflash.store.prune import PrunableStore
+    from autoflash.store.opening import beside, open_store
     from autoflash.store.prune import prune as delete
+    from autoflash.store.prune import superseded
     from autoflash.store.record import time_stamp
 
-    store = PrunableStore(_database(db), read_only=not yes)
+    where = store_place(db)
+    store = open_store(where, read_only=not yes, spooled=False)
     stamp = "".join(c for c in time_stamp()[:19] if c.isalnum())
-    backup = backup or store.path.with_name(f"{store.path.name}.pruned-{stamp}.jsonl")
-    count = delete(store, backup) if yes else len(store.superseded())
+    backup = backup or beside(where, f"pruned-{stamp}.jsonl")
+    count = delete(store, backup) if yes else len(superseded(store))
     kept = str(backup) if yes and count else None
     if as_json:
         typer.echo(json.dumps({"superseded": count, "deleted": yes, "backup": kept}, indent=1))
     elif kept:
-        say(f"{store.path}: {count} deleted; `autoflash db import {kept}` brings them back")
+        say(f"{store.name}: {count} deleted; `autoflash db import {kept}` brings them back")
     else:
-        say(f"{store.path}: {count} superseded{'; --yes deletes them' if count else ''}")
+        say(f"{store.name}: {count} superseded{'; --yes deletes them' if count else ''}")
 
 
 @app.command()
@@ -204,16 +215,10 @@ def keygen(
         say(f"{path}: private, keep it; {public_path(path)}: give it away; fingerprint {name}")
 
 
-def _database(db: Path | None) -> Path:
-    from autoflash.settings import settings
-
-    return db or settings().db_path
-
-
-def _read(path: Path, signed_by: Path | None = None) -> Any:
+def _read(where: Place, signed_by: Path | None = None) -> Any:
     from autoflash.store.sides import read_side
 
-    return read_side(path, _public(signed_by))
+    return read_side(where, _public(signed_by))
 
 
 def _read_files(paths: list[Path], signed_by: Path | None) -> list[Any]:
@@ -267,16 +272,20 @@ def _write(
 
 def _tell(sides: list[Any]) -> None:
     for side in sides:
-        for warning in side.warnings:
-            complain(f"warning: {warning}")
-        for reason in [*side.faults, *side.refusals]:
-            complain(f"{side.path}: {reason}")
-        more = side.refused - len(side.refusals)
-        if more:
-            complain(f"{side.path}: {more} more are refused")
+        _complain(side)
         signed = f", signed by {side.signed_by}" if side.signed_by else ""
         signed += " (not checked)" if signed and not side.verified else ""
-        say(f"{side.path}: {len(side.records)} records, {side.refused} refused{signed}")
+        say(f"{side.where}: {len(side.records)} records, {side.refused} refused{signed}")
+
+
+def _complain(side: Any) -> None:
+    for warning in side.warnings:
+        complain(f"warning: {warning}")
+    for reason in [*side.faults, *side.refusals]:
+        complain(f"{side.where}: {reason}")
+    more = side.refused - len(side.refusals)
+    if more:
+        complain(f"{side.where}: {more} more are refused")
 
 
 def _exit_unless(good: bool) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoflash.errors import AutoFlashError
-from autoflash.settings import DatabaseUrl, settings
+from autoflash.settings import DatabaseUrl, Place, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Finding:
     text: str
 
 
-def diagnose(db: Path | None = None) -> list[Finding]:
+def diagnose(db: Place | None = None) -> list[Finding]:
     """GPU, driver, versions, compiler, store, kernel folder; raises nothing."""
     return [*_versions(), *_gpu(), _compiler(), *_store(db), _kernels()]
 
@@ -67,7 +67,7 @@ def _compiler() -> Finding:
     return Finding(state="ok", subject="compiler", text=str(shutil.which(found)))
 
 
-def _store(db: Path | None) -> list[Finding]:
+def _store(db: Place | None) -> list[Finding]:
     from autoflash.store.opening import open_store
     from autoflash.store.shipped import all_shipped_records
 

@@ -50,7 +50,7 @@ def difference_as_dict(d: Difference) -> dict[str, Any]:
 def side_as_dict(side: "Side") -> dict[str, Any]:
     """What was read, for scripts."""
     return {
-        "path": str(side.path),
+        "where": str(side.where),
         "records": len(side.records),
         "refused": side.refused,
         "refusals": side.refusals,
@@ -68,7 +68,7 @@ def stats_as_dict(side: "Side") -> dict[str, Any]:
     records = side.records
     dates = sorted(record.provenance.created_at for record in records)
     return {
-        "path": str(side.path),
+        "where": str(side.where),
         "records": len(records),
         "refused": side.refused,
         "standing": len(winners(records)),

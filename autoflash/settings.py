@@ -63,6 +63,21 @@ class DatabaseUrl:
         return f"DatabaseUrl({str(self)!r})"
 
 
+# Where a store lies.
+Place = Path | DatabaseUrl
+
+
+def place_of(text: str) -> Place:
+    """Where the store ``text`` lies: a path, or the URL of a PostgreSQL database. Raises
+    InvalidInputError."""
+    if "://" in text:
+        return DatabaseUrl.parse(text)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InvalidInputError(f"{text!r}: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """A snapshot of the environment.
@@ -81,7 +96,7 @@ class Settings:
     note_missed: bool
 
     @property
-    def db(self) -> Path | DatabaseUrl:
+    def db(self) -> Place:
         """The user's store."""
         return self.db_url or self.db_path
 

@@ -9,17 +9,17 @@ import argparse
 import re
 from pathlib import Path
 
+from autoflash.store.opening import open_store
 from autoflash.store.record import Trial, TrialStatus
-from autoflash.store.store import Store
 from autoflash.tuning.recorded import dump_trials
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", help="a file or a PostgreSQL URL")
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
-    store = Store(arguments.store, read_only=True)
+    store = open_store(arguments.store, read_only=True)
     studies = {(r.problem, r.target.identity): r for r in store.records()}
     arguments.to.mkdir(parents=True, exist_ok=True)
     for record in studies.values():

@@ -12,16 +12,18 @@ from pathlib import Path
 
 from autoflash.store.exchange import dump_records, load_records
 from autoflash.store.merge import winners
+from autoflash.store.opening import open_store
 from autoflash.store.record import TuningRecord
-from autoflash.store.store import Store
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", help="a file or a PostgreSQL URL")
     parser.add_argument("--to", type=Path, default=Path("tuning_db"))
     arguments = parser.parse_args()
-    found = [r for r in Store(arguments.store, read_only=True).records() if r.kind == "measured"]
+    found = [
+        r for r in open_store(arguments.store, read_only=True).records() if r.kind == "measured"
+    ]
     for slug in sorted({record.target.slug for record in found}):
         path = arguments.to / f"{slug}.json"
         records = [record for record in found if record.target.slug == slug]

@@ -11,19 +11,18 @@ import argparse
 import math
 import statistics
 from collections import defaultdict
-from pathlib import Path
 
 from autoflash.kernels import KERNELS
+from autoflash.store.opening import open_store
 from autoflash.store.record import Trial
-from autoflash.store.store import Store
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("store", type=Path)
+    parser.add_argument("store", help="a file or a PostgreSQL URL")
     parser.add_argument("--kernel", choices=sorted(KERNELS), default="flash_fwd")
     arguments = parser.parse_args()
-    store = Store(arguments.store, read_only=True)
+    store = open_store(arguments.store, read_only=True)
     studies: dict[object, list[Trial]] = {}
     for record in store.records():
         trials = store.trials(record.bucket, record.target, arguments.kernel)

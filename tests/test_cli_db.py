@@ -4,12 +4,16 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from autoflash.problem import Bucket
+from autoflash.settings import settings
 from autoflash.store import jsonl
 from autoflash.store.digest import record_digest
+from autoflash.store.postgres import PostgresStore
 from autoflash.store.shipped import all_shipped_records
 from autoflash.store.store import Store
 from autoflash.store.untrusted import write_text
@@ -27,15 +31,32 @@ def empty(tmp_path_factory):
     return Store(tmp_path_factory.mktemp("empty") / "empty.sqlite").path
 
 
-@pytest.fixture
-def store_of(tmp_path, empty):
-    def make(name, records):
-        shutil.copy(empty, tmp_path / name)
-        store = Store(tmp_path / name)
-        store.add_records(records)
-        return store
+@pytest.fixture(params=["sqlite", "postgres"])
+def store_of(request, tmp_path, empty):
+    """Makes a store that holds records; the tests that ask for it run over both databases."""
+    made = []
 
-    return make
+    def make(name, records):
+        if request.param == "sqlite":
+            shutil.copy(empty, tmp_path / name)
+            made.append(Store(tmp_path / name))
+        else:
+            server = request.getfixturevalue("server")
+            template = request.getfixturevalue("empty_database")
+            made.append(PostgresStore(server.new_database(template)))
+        made[-1].add_records(records)
+        return made[-1]
+
+    yield make
+    for store in made:
+        if request.param == "postgres":
+            store._engine.dispose()
+            request.getfixturevalue("server").drop(store.url)
+
+
+def place(store):
+    """What --db takes."""
+    return store.path if isinstance(store, Store) else store.url.with_password
 
 
 @pytest.fixture
@@ -53,32 +74,33 @@ def digests(records):
 
 def test_two_clusters_tune_apart_exchange_files_and_serve_the_same(tmp_path, store_of):
     ours, theirs = store_of("a.sqlite", A), store_of("b.sqlite", B)
-    for store in (ours, theirs):
-        done = autoflash("db", "export", f"{store.path}.jsonl", "--db", store.path)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for store, file in zip((ours, theirs), files, strict=True):
+        done = autoflash("db", "export", file, "--db", place(store))
         assert (done.code, done.err) == (0, "")
-    for store, other in ((ours, theirs), (theirs, ours)):
-        done = autoflash("db", "import", f"{other.path}.jsonl", "--db", store.path, "--json")
+    for store, file in zip((theirs, ours), files, strict=True):
+        done = autoflash("db", "import", file, "--db", place(store), "--json")
         assert (done.code, done.json["known"]) == (0, 0)
-        again = autoflash("db", "import", f"{other.path}.jsonl", "--db", store.path, "--json")
+        again = autoflash("db", "import", file, "--db", place(store), "--json")
         assert (again.code, again.json["added"]) == (0, 0)
     assert digests(ours.records()) == digests(theirs.records()) == digests([*A, *B])
     # Host A took its 2.0 ms back: its word is 3.0 ms.
     for store in (ours, theirs):
         assert store.best(Bucket.of(PROBLEM), H200) == B[0]
-    out = [autoflash("db", "export", "--db", store.path).out for store in (ours, theirs)]
+    out = [autoflash("db", "export", "--db", place(store)).out for store in (ours, theirs)]
     assert out[0] == out[1] == jsonl.dump([*A, *B])
 
 
 def test_export(tmp_path, store_of):
     h100 = record_of(target=named_target("h100"))
     store = store_of("a.sqlite", [*A, h100])
-    done = autoflash("db", "export", "--db", store.path, "--target", "h100")
+    done = autoflash("db", "export", "--db", place(store), "--target", "h100")
     assert (done.code, done.out) == (0, jsonl.dump([h100]))
     to = tmp_path / "out.jsonl"
-    done = autoflash("db", "export", to, "--db", store.path, "--json")
+    done = autoflash("db", "export", to, "--db", place(store), "--json")
     assert done.json["records"] == 4
     assert done.json["digest"] == jsonl.load(to).digest
-    done = autoflash("db", "export", "--json", "--db", store.path)
+    done = autoflash("db", "export", "--json", "--db", place(store))
     assert (done.code, "name a file" in done.told) == (2, True)
     done = autoflash("db", "export", "--db", tmp_path / "none.sqlite")
     assert (done.code, "none.sqlite: can't be read" in done.told) == (2, True)
@@ -98,19 +120,19 @@ def test_import_keeps_the_good_and_names_the_bad(tmp_path, store_of):
     good = jsonl.dump(B).splitlines()[1:]
     path = tmp_path / "bad.jsonl"
     path.write_bytes(sealed([good[0], '{"kernel": "[red]{{ 7*7 }}\\u001b"}', good[1]]))
-    done = autoflash("db", "import", path, "--db", store.path)
+    done = autoflash("db", "import", path, "--db", place(store))
     assert done.code == 1
     assert f"{path}: line 3: record: field" in done.told
     assert "2 added, 0 known already" in done.out
     assert digests(store.records()) == digests([*A, *B])
 
 
-def test_import_of_what_is_no_such_file_writes_nothing(tmp_path, store_of, file_of):
+def test_import_of_what_is_no_such_file_writes_nothing(tmp_path, store_of, file_of, empty):
     store = store_of("a.sqlite", A)
-    for data in (b"", b"\0" * 100, store.path.read_bytes()):
+    for data in (b"", b"\0" * 100, empty.read_bytes()):
         (tmp_path / "odd").write_bytes(data)
         done = autoflash(
-            "db", "import", file_of("b.jsonl", B), tmp_path / "odd", "--db", store.path
+            "db", "import", file_of("b.jsonl", B), tmp_path / "odd", "--db", place(store)
         )
         assert (done.code, "odd: not an autoflash-exchange file" in done.told) == (2, True)
     assert len(store.records()) == len(A)
@@ -120,7 +142,7 @@ def test_a_changed_file_is_told_of_and_its_good_lines_kept(store_of, file_of):
     path = file_of("b.jsonl", B)
     path.write_text(path.read_text().replace('"median_ms":9.0', '"median_ms":0.1'))
     store = store_of("a.sqlite", A)
-    done = autoflash("db", "import", path, "--db", store.path)
+    done = autoflash("db", "import", path, "--db", place(store))
     assert done.code == 1
     assert "the digest in the header isn't that of the lines" in done.told
     assert "its digest isn't that of the record" in done.told
@@ -136,10 +158,40 @@ def test_merge_gives_the_same_file_in_any_order(tmp_path, file_of):
     assert (tmp_path / "ab.jsonl").read_text() == (tmp_path / "ba.jsonl").read_text()
 
 
+def test_merge_takes_databases_too(tmp_path, store_of, file_of):
+    store, to = store_of("a.sqlite", A), tmp_path / "ab.jsonl"
+    assert autoflash("db", "merge", place(store), file_of("b.jsonl", B), "--to", to).code == 0
+    assert to.read_text() == jsonl.dump([*A, *B])
+
+
+def test_export_tells_of_rows_that_cannot_be_read(store_of):
+    store = store_of("a.sqlite", A)
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE records SET kernel = 'of tomorrow' WHERE id = 2")
+    done = autoflash("db", "export", "--db", place(store))
+    assert (done.code, done.out) == (1, jsonl.dump([A[0], A[2]]))
+    assert "row 2: unknown kernel 'of tomorrow'" in done.told
+
+
+def test_a_backup_lies_beside_the_store_and_no_password_is_shown(store_of):
+    store = store_of("a.sqlite", A)
+    done = autoflash("db", "prune", "--yes", "--db", place(store), "--json")
+    assert (done.code, done.json["superseded"]) == (0, 1)
+    assert jsonl.load(Path(done.json["backup"])).records == A[:1]
+    near = store.path if isinstance(store, Store) else settings().db_path
+    assert Path(done.json["backup"]).parent == near.parent
+    for words in (["stats"], ["verify"], ["verify", "--json"], ["prune"]):
+        done = autoflash("db", *words, "--db", place(store))
+        assert done.code == 0
+        assert squeezed(store.name) in squeezed(done.out)
+        if isinstance(store, PostgresStore):
+            assert urlsplit(store.url.with_password).password not in done.out + done.err
+
+
 def test_diff_says_who_wins_and_why(store_of, file_of, tmp_path):
     store = store_of("a.sqlite", A)
-    before = store.path.read_bytes()
-    done = autoflash("db", "diff", file_of("b.jsonl", B), "--db", store.path, "--json")
+    before = store.numbered_records()
+    done = autoflash("db", "diff", file_of("b.jsonl", B), "--db", place(store), "--json")
     assert done.code == 1
     mine, alone = sorted(done.json, key=lambda d: d["theirs"] is None)
     assert (mine["wins"], mine["why"]) == ("theirs", "lower time")
@@ -147,15 +199,15 @@ def test_diff_says_who_wins_and_why(store_of, file_of, tmp_path):
     assert mine["ours"] == record_digest(A[1])
     assert (mine["only_ours"], mine["only_theirs"]) == (2, 2)
     assert (alone["wins"], alone["why"]) == ("ours", "known to one side alone")
-    assert store.path.read_bytes() == before
-    table = squeezed(autoflash("db", "diff", tmp_path / "b.jsonl", "--db", store.path).out)
+    assert store.numbered_records() == before
+    table = squeezed(autoflash("db", "diff", tmp_path / "b.jsonl", "--db", place(store)).out)
     assert "3.0000ms(host-a,2025-03-02)" in table
     assert "theirslowertime" in table
 
 
 def test_diff_of_the_same_is_nothing(store_of, file_of):
     store = store_of("a.sqlite", A)
-    done = autoflash("db", "diff", file_of("a.jsonl", A[::-1]), store.path)
+    done = autoflash("db", "diff", file_of("a.jsonl", A[::-1]), place(store))
     assert (done.code, "the same records on both sides" in done.out) == (0, True)
 
 
@@ -179,10 +231,10 @@ def test_what_else_a_diff_may_say(wins, file_of):
 
 def test_verify_names_rows_lines_and_configs_that_cannot_run(store_of, file_of, tmp_path):
     store = store_of("a.sqlite", A)
-    assert autoflash("db", "verify", "--db", store.path).code == 0
-    with Store(store.path)._engine.begin() as connection:
+    assert autoflash("db", "verify", "--db", place(store)).code == 0
+    with store._engine.begin() as connection:
         connection.exec_driver_sql("UPDATE records SET median_ms = -1 WHERE id = 2")
-    done = autoflash("db", "verify", store.path, file_of("b.jsonl", B), "--json")
+    done = autoflash("db", "verify", place(store), file_of("b.jsonl", B), "--json")
     assert done.code == 1
     database, file = done.json
     assert (database["records"], database["refused"]) == (2, 1)
@@ -195,37 +247,37 @@ def test_verify_names_rows_lines_and_configs_that_cannot_run(store_of, file_of, 
 
 def test_stats(store_of):
     store = store_of("a.sqlite", [*A, *B])
-    found = autoflash("db", "stats", "--db", store.path, "--json").json
+    found = autoflash("db", "stats", "--db", place(store), "--json").json
     assert (found["records"], found["standing"], found["superseded"]) == (5, 2, 2)
     assert (found["noisy"], found["origins"]) == (1, {"host-a": 3, "host-b": 2})
     assert (found["first"][:10], found["last"][:10]) == ("2025-03-01", "2025-03-09")
-    assert "host-a: 3, host-b: 2" in autoflash("db", "stats", store.path).out
+    assert "host-a: 3, host-b: 2" in autoflash("db", "stats", place(store)).out
 
 
 def test_prune_deletes_only_what_can_never_stand_and_can_be_undone(tmp_path, store_of):
     taken_back, word, other = A
     store = store_of("a.sqlite", [*A, *B, word])
     before = store.records()
-    done = autoflash("db", "prune", "--db", store.path)
+    done = autoflash("db", "prune", "--db", place(store))
     assert (done.code, "3 superseded; --yes deletes them" in done.out) == (0, True)
     assert store.records() == before
     backup = tmp_path / "gone.jsonl"
-    done = autoflash("db", "prune", "--yes", "--backup", backup, "--db", store.path, "--json")
+    done = autoflash("db", "prune", "--yes", "--backup", backup, "--db", place(store), "--json")
     assert done.json == {"superseded": 3, "deleted": True, "backup": str(backup)}
     assert sorted(map(record_digest, store.records())) == sorted(digests([word, other, B[0]]))
     assert store.best(Bucket.of(PROBLEM), H200) == B[0]
     assert digests(jsonl.load(backup).records) == digests([taken_back, B[1], word])
-    assert autoflash("db", "prune", "--yes", "--db", store.path, "--json").json == {
+    assert autoflash("db", "prune", "--yes", "--db", place(store), "--json").json == {
         "superseded": 0, "deleted": True, "backup": None,
     }  # fmt: skip
-    assert autoflash("db", "import", backup, "--db", store.path).code == 0
+    assert autoflash("db", "import", backup, "--db", place(store)).code == 0
     assert digests(store.records()) == digests(before)
 
 
-def test_prune_without_a_backup_deletes_nothing(tmp_path, store_of):
+def test_prune_without_a_backup_deletes_nothing(tmp_path, store_of, empty):
     store = store_of("a.sqlite", A)
-    for backup in (tmp_path / "none" / "b.jsonl", store.path):
-        done = autoflash("db", "prune", "--yes", "--backup", backup, "--db", store.path)
+    for backup in (tmp_path / "none" / "b.jsonl", empty):
+        done = autoflash("db", "prune", "--yes", "--backup", backup, "--db", place(store))
         assert (done.code, "nothing was pruned" in done.told) == (2, True)
     assert digests(store.records()) == digests(A)
 
@@ -234,7 +286,7 @@ def test_prune_leaves_rows_that_cannot_be_read(store_of):
     store = store_of("a.sqlite", A)
     with store._engine.begin() as connection:
         connection.exec_driver_sql("UPDATE records SET kernel = 'of tomorrow' WHERE id = 2")
-    done = autoflash("db", "prune", "--yes", "--db", store.path, "--json")
+    done = autoflash("db", "prune", "--yes", "--db", place(store), "--json")
     assert done.json["superseded"] == 0
     with store._engine.begin() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM records").scalar() == 3
@@ -245,20 +297,20 @@ def test_signing(tmp_path, store_of, file_of):
     store, key, to = store_of("a.sqlite", A), tmp_path / "key", tmp_path / "signed.jsonl"
     made = autoflash("db", "keygen", key, "--json").json
     assert autoflash("db", "keygen", key).code == 2
-    done = autoflash("db", "export", to, "--db", store.path, "--sign", key)
+    done = autoflash("db", "export", to, "--db", place(store), "--sign", key)
     assert f"signed by {made['fingerprint']}" in done.out
     wanted = ("--require-signed-by", made["public"])
     assert autoflash("db", "verify", to, *wanted, "--json").json[0]["verified"]
     assert "(not checked)" in autoflash("db", "verify", to).out
     for path, reason in (
         (file_of("b.jsonl", B), "refused: not signed"),
-        (store.path, "a database is not signed"),
+        (place(store), "a database is not signed"),
     ):
         done = autoflash("db", "verify", path, *wanted)
         assert (done.code, reason in done.told) == (2, True)
     other = store_of("other.sqlite", [])
     to.write_text(to.read_text().replace('"median_ms":2.0', '"median_ms":1.0'))
-    done = autoflash("db", "import", to, *wanted, "--db", other.path)
+    done = autoflash("db", "import", to, *wanted, "--db", place(other))
     assert (done.code, "refused: changed since it was signed" in done.told) == (2, True)
     assert other.records() == []
 
@@ -269,7 +321,7 @@ def test_what_a_stranger_wrote_is_shown_as_text(store_of, file_of):
     record = replace(base, target=replace(base.target, name=text))
     record = replace(record, provenance=replace(record.provenance, origin=text))
     path = file_of("t.jsonl", [record])
-    table = autoflash("db", "diff", path, store_of("a.sqlite", []).path).out
+    table = autoflash("db", "diff", path, place(store_of("a.sqlite", []))).out
     assert squeezed(table).count("[red]") == 2
     assert text in autoflash("db", "stats", path).out
 

@@ -30,7 +30,9 @@ from autoflash.target import Target
 
 logger = logging.getLogger(__name__)
 
-Noun = TypeVar("Noun", TuningRecord, Trial)
+T = TypeVar("T")
+# Hears of each row that was skipped: its id, and why.
+Refused = Callable[[object, AutoFlashError], None]
 
 
 class AnyStore(ABC):
@@ -152,10 +154,21 @@ class AnyStore(ABC):
         found = self._fetch(query, "look up trials")
         return sorted(row["own_ms"] / row["best_ms"] - 1 for row in found)
 
-    def records(self, target: Target | None = None) -> list[TuningRecord]:
-        """All records (of one target's identity, if given), by target, bucket, then best first."""
+    def records(
+        self, target: Target | None = None, *, refused: Refused | None = None
+    ) -> list[TuningRecord]:
+        """All records (of one target's identity, if given), by target, bucket, then best first.
+
+        ``refused`` hears of each row that was skipped; without it the first one is warned of.
+        """
         query = _by_evidence(*([] if target is None else same_target(RecordRow, target)))
-        return sorted(self._records(query, "list records"), key=listing_order)
+        found = self._read(query, record_from_row, "list records", refused)
+        return sorted(found, key=listing_order)
+
+    def numbered_records(self) -> list[tuple[int, TuningRecord]]:
+        """All records with their row ids, in the order they were added in."""
+        query = select(*RecordRow.__table__.columns).order_by(RecordRow.id)
+        return self._read(query, lambda row: (row["id"], record_from_row(row)), "list records")
 
     def _trial_columns(self) -> Select[Any]:
         """Those that the file has: one that is only read may be older."""
@@ -167,15 +180,19 @@ class AnyStore(ABC):
         return self._read(query, record_from_row, action)
 
     def _read(
-        self, query: Select[Any], convert: Callable[[Mapping[str, Any]], Noun], action: str
-    ) -> list[Noun]:
-        nouns = []
+        self,
+        query: Select[Any],
+        convert: Callable[[Mapping[str, Any]], T],
+        action: str,
+        refused: Refused | None = None,
+    ) -> list[T]:
+        found = []
         for row in self._fetch(query, action):
             try:
-                nouns.append(convert(row))
+                found.append(convert(row))
             except AutoFlashError as error:
-                self._warn_of_bad_row(row["id"], error)
-        return nouns
+                (refused or self._warn_of_bad_row)(row["id"], error)
+        return found
 
     def _fetch(self, query: Select[Any], action: str) -> list[dict[str, Any]]:
         with self._session(action) as session:

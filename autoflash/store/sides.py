@@ -1,14 +1,15 @@
-"""Records of a database or of an exchange file, whichever a path names, with all that is wrong."""
+"""Records of a database or of an exchange file, whichever is named, with all that is wrong."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoflash.errors import AutoFlashError, StoreError
+from autoflash.errors import StoreError
 from autoflash.kernels import KERNELS
+from autoflash.settings import DatabaseUrl, Place
 from autoflash.store import jsonl
+from autoflash.store.opening import open_store
 from autoflash.store.record import TuningRecord
-from autoflash.store.store import Store
 from autoflash.store.untrusted import exposure
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ _SQLITE = b"SQLite format 3\0"
 
 @dataclass(kw_only=True)
 class Side:
-    """What ``path`` holds. ``refusals`` name what was refused, ``refused`` counts it; ``faults``
+    """What lies at ``where``. ``refusals`` name what was refused, ``refused`` counts it; ``faults``
     are of the whole, ``warnings`` of where it lies, as in ``jsonl.Contents``."""
 
-    path: Path
+    where: Place
     records: list[TuningRecord]
     refusals: list[str] = field(default_factory=list)
     refused: int = 0
@@ -38,21 +39,21 @@ class Side:
         return not self.refused and not self.faults
 
 
-def read_side(path: Path, key: "Ed25519PublicKey | None" = None) -> Side:
-    """The records that ``path`` holds. Raises StoreError for what is neither, and for what ``key``,
-    if given, didn't sign: so for each database."""
-    if not _is_database(path):
-        return read_file(path, key)
+def read_side(where: Place, key: "Ed25519PublicKey | None" = None) -> Side:
+    """The records that lie at ``where``. Raises StoreError for what is neither, and for what
+    ``key``, if given, didn't sign: so for each database."""
+    if not isinstance(where, DatabaseUrl) and not _is_database(where):
+        return read_file(where, key)
     if key is not None:
-        raise StoreError(f"{path}: refused: a database is not signed; export it with --sign")
-    return _read_database(path)
+        raise StoreError(f"{where}: refused: a database is not signed; export it with --sign")
+    return _read_database(where)
 
 
 def read_file(path: Path, key: "Ed25519PublicKey | None" = None) -> Side:
     """As ``read_side``, of an exchange file alone."""
     found = jsonl.load(path, key)
     return Side(
-        path=path,
+        where=path,
         records=found.records,
         refusals=[f"line {refusal.line}: {refusal.reason}" for refusal in found.refusals],
         refused=found.refused,
@@ -76,26 +77,17 @@ def misfits(records: list[TuningRecord]) -> list[str]:
     return found
 
 
-class _Checked(Store):
-    """Keeps why rows were skipped, where a Store only warns."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, read_only=True)
-        self.refusals: list[str] = []
-
-    def _warn_of_bad_row(self, row_id: object, error: AutoFlashError) -> None:
-        self.refusals.append(f"row {str(row_id)[:40]}: {str(error)[:300]}")
-
-
-def _read_database(path: Path) -> Side:
-    store = _Checked(path)
-    records = store.records()
+def _read_database(where: Place) -> Side:
+    refusals = []
+    records = open_store(where, read_only=True).records(
+        refused=lambda row, error: refusals.append(f"row {str(row)[:40]}: {str(error)[:300]}")
+    )
     return Side(
-        path=path,
+        where=where,
         records=records,
-        refusals=store.refusals[: jsonl.MAX_REFUSALS],
-        refused=len(store.refusals),
-        warnings=exposure(path),
+        refusals=refusals[: jsonl.MAX_REFUSALS],
+        refused=len(refusals),
+        warnings=[] if isinstance(where, DatabaseUrl) else exposure(where),
     )
 
 
