@@ -41,15 +41,17 @@ def export_records(
     as_json: JsonFlag = False,
 ) -> None:
     """Write the records of the store as an exchange file: sorted, with digests."""
+    from autoflash.store.collecting import paused_collector
     from autoflash.store.shipped import all_shipped_records
 
     if as_json and to is None:
         raise InvalidInputError("--json prints what was written where: name a file to export to")
     if shipped:
         return _write(_of_target(all_shipped_records(), target), to, sign, as_json=as_json)
-    side = _read(store_place(db))
-    _complain(side)
-    _write(_of_target(side.records, target), to, sign, as_json=as_json)
+    with paused_collector():
+        side = _read(store_place(db))
+        _complain(side)
+        _write(_of_target(side.records, target), to, sign, as_json=as_json)
     _exit_unless(side.clean)
 
 

@@ -4,22 +4,26 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
-from sqlalchemy import ColumnElement, Engine, Select, func, or_, select
+from sqlalchemy import Connection, Engine, Select, func, insert, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.problem import Bucket
 from autoflash.store import schema
-from autoflash.store.evidence import Kernels, best_of, listing_order, nearest
+from autoflash.store.answer import Answer
+from autoflash.store.evidence import Kernels, listing_order
+from autoflash.store.lookups import Lookups, Refused
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.record import Trial, TrialStatus, TuningRecord
 from autoflash.store.rows import (
     PROBLEM_FIELDS,
     record_from_row,
     record_to_row,
+    rows_of,
     same_bucket,
     same_code,
     same_target,
@@ -31,8 +35,6 @@ from autoflash.target import Target
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Hears of each row that was skipped: its id, and why.
-Refused = Callable[[object, AutoFlashError], None]
 
 
 class AnyStore(ABC):
@@ -68,7 +70,7 @@ class AnyStore(ABC):
 
     def add_records(self, records: Iterable[TuningRecord]) -> None:
         """Append all of ``records`` or, if that raises, none."""
-        self._add([record_to_row(record) for record in records], "store records")
+        self._add(RecordRow, [record_to_row(record) for record in records], "store records")
 
     def add_trial(self, trial: Trial) -> None:
         """Append ``trial``. Raises StoreError, or ConfigError for a config not of its kernel."""
@@ -76,51 +78,54 @@ class AnyStore(ABC):
 
     def add_trials(self, trials: Iterable[Trial]) -> None:
         """Append all of ``trials`` or, if that raises, none."""
-        self._add([trial_to_row(trial) for trial in trials], "store trials")
+        self._add(TrialRow, [trial_to_row(trial) for trial in trials], "store trials")
+
+    def answer(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Answer:
+        """All that a lookup may want, in one transaction; of ``kernels``, if given."""
+        return self._look_up(lambda lookups: lookups.answer(bucket, target, kernels))
 
     def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
         """The record to serve exactly this bucket and target by, or None; of ``kernels``, if given.
 
         ``evidence.best_of`` decides, as it does when databases are merged.
         """
-        query = _by_evidence(*same_bucket(RecordRow, bucket), *same_target(RecordRow, target))
-        query = _of_kernels(query, kernels)
-        return best_of(self._records(query, "look up a record"))
+        return self._look_up(lambda lookups: lookups.best(bucket, target, kernels))
 
     def neighbours(
-        self, bucket: Bucket, target: Target, kernels: Kernels = None
+        self,
+        bucket: Bucket,
+        target: Target,
+        kernels: Kernels = None,
+        *,
+        limit: int | None = None,
     ) -> list[TuningRecord]:
-        """The best measured record of each other bucket whose config may carry over, nearest first.
-
-        All of ``target``'s identity; of ``kernels``, if given.
-        """
-        query = _by_evidence(*same_code(RecordRow, bucket), *same_target(RecordRow, target))
-        query = _of_kernels(query, kernels)
-        records = self._records(query.where(RecordRow.kind == "measured"), "look up neighbours")
-        return [record for record in nearest(records, bucket) if record.bucket != bucket]
+        """The best measured record of each other bucket whose config may carry over, nearest first;
+        the first ``limit``, if given. All of ``target``'s identity; of ``kernels``, if given."""
+        return self._look_up(
+            lambda lookups: list(islice(lookups.neighbours(bucket, target, kernels), limit))
+        )
 
     def siblings(
-        self, bucket: Bucket, target: Target, kernels: Kernels = None
+        self,
+        bucket: Bucket,
+        target: Target,
+        kernels: Kernels = None,
+        *,
+        limit: int | None = None,
     ) -> list[TuningRecord]:
-        """The best measured record of each bucket and other target of the arch, nearest first.
-
-        ``bucket`` itself comes first (distance 0), if one of them has it. Of ``kernels``, if given.
-        """
-        query = _by_evidence(
-            *same_code(RecordRow, bucket),
-            RecordRow.target_arch == target.arch,
-            RecordRow.kind == "measured",
+        """The best measured record of each bucket and other target of the arch, nearest first; the
+        first ``limit``, if given. ``bucket`` itself comes first (distance 0), if one of them has
+        it. Of ``kernels``, if given."""
+        return self._look_up(
+            lambda lookups: list(islice(lookups.siblings(bucket, target, kernels), limit))
         )
-        records = self._records(_of_kernels(query, kernels), "look up siblings")
-        others = (record for record in records if record.target.identity != target.identity)
-        return nearest(others, bucket)
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Bring home what could not be stored when it was added."""
 
     def trials(self, bucket: Bucket, target: Target, kernel: str | None = None) -> list[Trial]:
         """The trials of a study (of one kernel, if named), in the order they were added in."""
-        query = self._trial_columns().where(
+        query = self._columns(TrialRow).where(
             *same_bucket(TrialRow, bucket), *same_target(TrialRow, target)
         )
         if kernel is not None:
@@ -144,40 +149,40 @@ class AnyStore(ABC):
         )
         fastest = func.min(TrialRow.median_ms).label("ms")
         best = select(*problem, fastest).where(*clean).group_by(*problem).subquery()
-        same = (TrialRow.kernel == row.kernel, TrialRow.config == row.config)
+        same = (TrialRow.kernel == row["kernel"], TrialRow.config == row["config"])
         own = select(*problem, fastest).where(*clean, *same).group_by(*problem).subquery()
         matches = [own.c[name] == best.c[name] for name in PROBLEM_FIELDS]
-        elsewhere = or_(*(own.c[name] != getattr(row, name) for name in PROBLEM_FIELDS))
+        elsewhere = or_(*(own.c[name] != row[name] for name in PROBLEM_FIELDS))
         query = select(own.c.ms.label("own_ms"), best.c.ms.label("best_ms")).where(
             *matches, elsewhere
         )
         found = self._fetch(query, "look up trials")
         return sorted(row["own_ms"] / row["best_ms"] - 1 for row in found)
 
-    def records(
-        self, target: Target | None = None, *, refused: Refused | None = None
-    ) -> list[TuningRecord]:
-        """All records (of one target's identity, if given), by target, bucket, then best first.
+    def records(self, target: Target | None = None) -> list[TuningRecord]:
+        """All records (of one target's identity, if given), by target, bucket, then best first."""
+        # Plain columns, not objects: a stranger's table may lack the key that objects go by.
+        # Of what is equal otherwise the last one that was added comes first.
+        query = self._columns(RecordRow).order_by(RecordRow.id.desc())
+        if target is not None:
+            query = query.where(*same_target(RecordRow, target))
+        return sorted(self._read(query, record_from_row, "list records"), key=listing_order)
+
+    def numbered_records(self, refused: Refused | None = None) -> list[tuple[int, TuningRecord]]:
+        """All records with their row ids, in the order they were added in.
 
         ``refused`` hears of each row that was skipped; without it the first one is warned of.
         """
-        query = _by_evidence(*([] if target is None else same_target(RecordRow, target)))
-        found = self._read(query, record_from_row, "list records", refused)
-        return sorted(found, key=listing_order)
+        query = self._columns(RecordRow).order_by(RecordRow.id)
+        return self._read(
+            query, lambda row: (row["id"], record_from_row(row)), "list records", refused
+        )
 
-    def numbered_records(self) -> list[tuple[int, TuningRecord]]:
-        """All records with their row ids, in the order they were added in."""
-        query = select(*RecordRow.__table__.columns).order_by(RecordRow.id)
-        return self._read(query, lambda row: (row["id"], record_from_row(row)), "list records")
-
-    def _trial_columns(self) -> Select[Any]:
-        """Those that the file has: one that is only read may be older."""
-        added = schema.ADDED_TO_TRIALS
-        columns = TrialRow.__table__.columns
+    def _columns(self, table: type[RecordRow | TrialRow]) -> Select[Any]:
+        """Those that the database has: one that is only read may be older."""
+        added = schema.ADDED[table.__tablename__]
+        columns = table.__table__.columns
         return select(*(c for c in columns if added.get(c.name, "") <= self.schema_version))
-
-    def _records(self, query: Select[Any], action: str) -> list[TuningRecord]:
-        return self._read(query, record_from_row, action)
 
     def _read(
         self,
@@ -186,23 +191,39 @@ class AnyStore(ABC):
         action: str,
         refused: Refused | None = None,
     ) -> list[T]:
-        found = []
-        for row in self._fetch(query, action):
-            try:
-                found.append(convert(row))
-            except AutoFlashError as error:
-                (refused or self._warn_of_bad_row)(row["id"], error)
-        return found
+        def read(connection: Connection) -> list[T]:
+            found = []
+            for row in rows_of(connection, query):
+                try:
+                    found.append(convert(row))
+                except AutoFlashError as error:
+                    (refused or self._warn_of_bad_row)(row["id"], error)
+            return found
+
+        return self._ask(read, action)
 
     def _fetch(self, query: Select[Any], action: str) -> list[dict[str, Any]]:
-        with self._session(action) as session:
-            return [dict(row) for row in session.execute(query).mappings()]
+        return self._ask(lambda connection: list(rows_of(connection, query)), action)
 
-    def _add(self, rows: Iterable[RecordRow | TrialRow], action: str) -> None:
+    def _look_up(self, question: Callable[[Lookups], T]) -> T:
+        return self._ask(
+            lambda connection: question(Lookups(connection, self._warn_of_bad_row)),
+            "look up records",
+        )
+
+    def _ask(self, question: Callable[[Connection], T], action: str) -> T:
+        """The answer to ``question``, which only reads."""
+        with self._session(action) as session:
+            return question(session.connection())
+
+    def _add(
+        self, table: type[RecordRow | TrialRow], rows: list[dict[str, Any]], action: str
+    ) -> None:
         if self.read_only:
             raise StoreError(f"{self.name}: could not {action}: it was opened with read_only=True")
-        with self._session(action) as session:
-            session.add_all(rows)
+        if rows:
+            with self._session(action) as session:
+                session.connection().execute(insert(table), rows)
 
     @contextmanager
     def _session(self, action: str) -> Iterator[Session]:
@@ -222,23 +243,3 @@ class AnyStore(ABC):
                 "%s: skipped row %s: %s (further rows are skipped silently)",
                 *(self.name, row_id, str(error)[:300]),
             )
-
-
-def _by_evidence(*conditions: ColumnElement[bool]) -> Select[Any]:
-    """The records that meet ``conditions``, best first: ``evidence_order`` in SQL."""
-    # Plain columns, not objects: a stranger's table may lack the key that objects go by.
-    return (
-        select(*RecordRow.__table__.columns)
-        .where(*conditions)
-        .order_by(
-            RecordRow.kind == "predicted",
-            RecordRow.noisy,
-            RecordRow.created_at.desc(),
-            RecordRow.median_ms,
-            RecordRow.id.desc(),
-        )
-    )
-
-
-def _of_kernels(query: Select[Any], kernels: Kernels) -> Select[Any]:
-    return query if kernels is None else query.where(RecordRow.kernel.in_(sorted(kernels)))

@@ -1,12 +1,14 @@
 """Which record serves when several could: the rule of ``merge``, for a database and for a list."""
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 
 from autoflash.problem import Bucket
 from autoflash.store.merge import serving_order, winners
 from autoflash.store.record import TuningRecord
 
+_BUCKET_ORDER = operator.attrgetter(*(field.name for field in dataclasses.fields(Bucket)))
 # Names of the kernels that a record may be of; None for any.
 Kernels = frozenset[str] | None
 
@@ -25,8 +27,7 @@ def evidence_order(record: TuningRecord) -> tuple[bool, bool, int, float]:
 
 def listing_order(record: TuningRecord) -> tuple[object, ...]:
     """Sort key for people: by target, then bucket, then by ``evidence_order``."""
-    bucket = dataclasses.astuple(record.bucket)
-    return (record.target.identity, bucket, evidence_order(record))
+    return (record.target.identity, _BUCKET_ORDER(record.bucket), evidence_order(record))
 
 
 def best_of(records: Iterable[TuningRecord]) -> TuningRecord | None:

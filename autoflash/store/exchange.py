@@ -1,24 +1,27 @@
 """Records as JSON text: sorted, a line per part, so that a review sees what a tune changed."""
 
 import json
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 from autoflash.errors import AutoFlashError, StoreError
+from autoflash.store.digest import record_text
 from autoflash.store.plain import record_from_plain, record_to_plain
 from autoflash.store.record import TuningRecord
 
+_BY_PROBLEM = operator.attrgetter(
+    *("op", "dtype", "head_dim", "head_dim_v", "causal", "seqlen_q", "seqlen_k", "batch"),
+    *("heads", "kv_heads"),
+)
 FORMAT = "autoflash-records"
 VERSION = 1
 
 
 def dump_records(records: Iterable[TuningRecord]) -> str:
     """The document of ``records``; the same text whatever their order."""
-    ordered = sorted(
-        (record_to_plain(record) for record in records),
-        key=lambda plain: (*place_of(plain), _line(plain)),
-    )
-    blocks = ",\n".join(_block(plain) for plain in ordered)
+    ordered = sorted(records, key=lambda record: (place_of(record), record_text(record)))
+    blocks = ",\n".join(_block(record_to_plain(record)) for record in ordered)
     body = f"[\n{blocks}\n ]" if blocks else "[]"
     return f'{{\n "format": "{FORMAT}",\n "records": {body},\n "version": {VERSION}\n}}\n'
 
@@ -58,17 +61,11 @@ def _parse(text: str) -> list[Any]:
     return records
 
 
-def place_of(plain: dict[str, Any]) -> tuple[Any, ...]:
+def place_of(record: TuningRecord) -> tuple[Any, ...]:
     """Sort key of a record in a file for people: by GPU, problem, kernel, date."""
-    problem, target = plain["problem"], plain["target"]
-    names = ("op", "dtype", "head_dim", "head_dim_v", "causal", "seqlen_q", "seqlen_k", "batch")
-    return (
-        tuple(target.values()),
-        tuple(problem[name] for name in (*names, "heads", "kv_heads")),
-        plain["kernel"],
-        # The time comes before the rest, so that a re-tune adds below what it replaces.
-        plain["provenance"]["created_at"],
-    )
+    # The time comes before the rest, so that a re-tune adds below what it replaces.
+    created_at = record.provenance.created_at
+    return (record.target.identity, _BY_PROBLEM(record.problem), record.kernel, created_at)
 
 
 def _block(plain: dict[str, Any]) -> str:

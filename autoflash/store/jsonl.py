@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.store import signing
-from autoflash.store.digest import canonical, record_digest, sha256
+from autoflash.store.digest import canonical, record_digest, record_text, sha256
 from autoflash.store.exchange import place_of
-from autoflash.store.plain import record_from_plain, record_to_plain
+from autoflash.store.plain import record_from_plain
 from autoflash.store.record import TuningRecord, latest_stamp
 from autoflash.store.untrusted import exposure, parse_object, read_bytes
 
@@ -123,8 +123,7 @@ def parse(data: bytes, key: "Ed25519PublicKey | None" = None) -> Contents:
 
 
 def _lines(records: Iterable[TuningRecord]) -> Iterator[str]:
-    plains = [record_to_plain(record) for record in records]
-    found = sorted((place_of(plain), canonical(plain)) for plain in plains)
+    found = sorted((place_of(record), record_text(record)) for record in records)
     for text in dict.fromkeys(text for _, text in found):
         yield f'{{"digest":"{sha256(text)}",{text[1:]}\n'
 

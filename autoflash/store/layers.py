@@ -1,7 +1,7 @@
 """What serving looks records up in: the user's store, then the records that ship."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
 from autoflash.settings import DatabaseUrl, Settings, settings
+from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels, evidence_order
 from autoflash.store.record import TuningRecord
 from autoflash.store.shipped import ShippedRecords, shipped_folder
@@ -21,27 +22,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Six octaves: beyond that a config says less than the kernel's default for the shape.
-MAX_DISTANCE = 6.0
 _ORDER = ("user", "shipped")
 
 
 class Source(Protocol):
-    """What a layer must answer, by records of ``kernels`` alone if given; see Store. May raise
-    StoreError."""
+    """A layer."""
 
-    def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
-        """The best record of exactly this bucket and target."""
-
-    def neighbours(
-        self, bucket: Bucket, target: Target, kernels: Kernels = None
-    ) -> list[TuningRecord]:
-        """Measured records of other buckets, nearest first."""
-
-    def siblings(
-        self, bucket: Bucket, target: Target, kernels: Kernels = None
-    ) -> list[TuningRecord]:
-        """Measured records of other targets of the arch, nearest first."""
+    def answer(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Answer:
+        """What it has, by records of ``kernels`` alone if given. May raise StoreError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +75,13 @@ class Layers:
         this bucket on another target of the arch, else an exact predicted one. A clean record goes
         before a noisy one, then the user's before a shipped one, then the newest, then the fastest.
         """
-        exact = self._ask(lambda s: [s.best(bucket, target, kernels)], bucket, "exact")
-        measured = [found for found in exact if found.record.kind == "measured"]
-        return (
-            _first(measured)
-            or _first(
-                self._ask(lambda s: s.neighbours(bucket, target, kernels), bucket, "neighbour")
-            )
-            or _first(
-                found
-                for found in self._ask(
-                    lambda s: s.siblings(bucket, target, kernels), bucket, "neighbour"
-                )
-                if found.distance == 0
-            )
-            or _first(exact)
-        )
+        exact, neighbours, siblings = [], [], []
+        for layer, answer in self._answers(bucket, target, kernels):
+            exact += _found(answer.best, layer, "exact", bucket)
+            neighbours += _found(answer.neighbour, layer, "neighbour", bucket)
+            siblings += _found(answer.sibling, layer, "neighbour", bucket)
+        measured = (found for found in exact if found.record.kind == "measured")
+        return _first(measured) or _first(neighbours) or _first(siblings) or _first(exact)
 
     def losses(self, record: TuningRecord) -> list[float]:
         """``Store.losses`` by the trials of the user's store; none if it can't be read."""
@@ -113,33 +92,16 @@ class Layers:
             self._warn("user", error)
             return []
 
-    def _ask(
-        self,
-        question: Callable[[Source], Iterable[TuningRecord | None]],
-        bucket: Bucket,
-        how: str,
-    ) -> list[Found]:
-        found = []
+    def _answers(
+        self, bucket: Bucket, target: Target, kernels: Kernels
+    ) -> Iterator[tuple[str, Answer]]:
         for layer in _ORDER:
             try:
                 source = self._open_user() if layer == "user" else self._shipped
-                records = [] if source is None else list(question(source))
+                if source is not None:
+                    yield layer, source.answer(bucket, target, kernels)
             except StoreError as error:
                 self._warn(layer, error)
-                continue
-            for record in filter(None, records):
-                distance = bucket.distance(record.bucket)
-                if distance is not None and distance <= MAX_DISTANCE:
-                    predicted = record.kind == "predicted"
-                    found.append(
-                        Found(
-                            record=record,
-                            layer=layer,
-                            how="predicted" if predicted else how,
-                            distance=distance,
-                        )
-                    )
-        return found
 
     def _open_user(self) -> "Store | RemoteRecords | None":
         if self._user is None:
@@ -165,6 +127,15 @@ def _is_there(path: Path) -> bool:
         return path.exists()
     except OSError as error:
         raise StoreError(f"{path}: can't be looked at: {error}") from error
+
+
+def _found(record: TuningRecord | None, layer: str, how: str, bucket: Bucket) -> list[Found]:
+    """One, or none."""
+    distance = None if record is None else bucket.distance(record.bucket)
+    if record is None or distance is None:
+        return []
+    how = "predicted" if record.kind == "predicted" else how
+    return [Found(record=record, layer=layer, how=how, distance=distance)]
 
 
 def _first(found: Iterable[Found]) -> Found | None:

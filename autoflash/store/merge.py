@@ -97,11 +97,10 @@ def grouped(records: Iterable[TuningRecord]) -> Groups:
 
 def words(records: Iterable[TuningRecord]) -> list[TuningRecord]:
     """What stands of each origin's records of each key."""
-    found: dict[object, TuningRecord] = {}
+    said: dict[tuple[Key, str], list[TuningRecord]] = {}
     for record in records:
-        place = (key_of(record), record.provenance.origin)
-        found[place] = max(found.get(place, record), record, key=word_order)
-    return list(found.values())
+        said.setdefault((key_of(record), record.provenance.origin), []).append(record)
+    return [max(of_origin, key=word_order) for of_origin in said.values()]
 
 
 def winner(records: Iterable[TuningRecord]) -> TuningRecord | None:
@@ -111,11 +110,10 @@ def winner(records: Iterable[TuningRecord]) -> TuningRecord | None:
 
 def winners(records: Iterable[TuningRecord]) -> dict[Key, TuningRecord]:
     """The record that stands for each key."""
-    found: dict[Key, TuningRecord] = {}
+    standing: Groups = {}
     for record in words(records):
-        key = key_of(record)
-        found[key] = max(found.get(key, record), record, key=merge_order)
-    return found
+        standing.setdefault(key_of(record), []).append(record)
+    return {key: max(of_key, key=merge_order) for key, of_key in standing.items()}
 
 
 def why(winning: TuningRecord, other: TuningRecord) -> str:

@@ -16,6 +16,9 @@ KEY_COLUMNS = (
     *("target_arch", "target_vendor", "target_name", "target_sm_count", "target_memory_gib"),
     *("group_size", "batch_heads", "bucket_seqlen_q", "bucket_seqlen_k"),
 )
+# What decides which of an origin's records of a place stands: the index alone says it. (No more
+# than that: a server's index takes 2700 bytes of a row.)
+EVIDENCE_COLUMNS = ("kind", "kernel", "origin", "noisy", "created_at", "median_ms")
 
 
 # A server sorts and compares text by its own collation, unless a column says that bytes decide.
@@ -90,20 +93,33 @@ class ProvenanceColumns:
     origin: Mapped[str]
 
 
-class RecordRow(KeyColumns, MeasurementColumns, ProvenanceColumns, Base):
+class DigestColumn:
+    """The SHA-256 of the noun's canonical text, by which an exchange knows it; "" for a row that
+    was written before the column was. A revision that changes a noun's fields must empty it."""
+
+    digest: Mapped[str] = mapped_column(server_default="")
+
+
+class RecordRow(KeyColumns, MeasurementColumns, ProvenanceColumns, DigestColumn, Base):
     """A TuningRecord."""
 
     __tablename__ = "records"
-    __table_args__ = (Index("ix_records_key", *KEY_COLUMNS),)
+    __table_args__ = (
+        Index("ix_records_key", *KEY_COLUMNS, *EVIDENCE_COLUMNS),
+        Index("ix_records_digest", "digest"),
+    )
 
     kind: Mapped[str]
 
 
-class TrialRow(KeyColumns, MeasurementColumns, ProvenanceColumns, Base):
+class TrialRow(KeyColumns, MeasurementColumns, ProvenanceColumns, DigestColumn, Base):
     """A Trial."""
 
     __tablename__ = "trials"
-    __table_args__ = (Index("ix_trials_key", *KEY_COLUMNS),)
+    __table_args__ = (
+        Index("ix_trials_key", *KEY_COLUMNS),
+        Index("ix_trials_digest", "digest"),
+    )
 
     status: Mapped[str]
     reason: Mapped[str]

@@ -8,11 +8,13 @@ its space. Every refusal is an InvalidInputError or a ConfigError.
 import dataclasses
 import functools
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoflash.errors import InvalidInputError
 from autoflash.kernels import KERNELS
+from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.store.record import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+R = TypeVar("R")
 TARGET_FIELDS: dict[str, type] = {
     "vendor": str,
     "name": str,
@@ -37,12 +40,12 @@ TARGET_FIELDS: dict[str, type] = {
     "sm_count": int,
     "memory_gib": int,
 }
-_RECORD_FIELDS = tuple(field.name for field in dataclasses.fields(TuningRecord))
-_TRIAL_FIELDS = tuple(field.name for field in dataclasses.fields(Trial))
+_RECORD_FIELDS = frozenset(field.name for field in dataclasses.fields(TuningRecord))
+_TRIAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Trial))
 _PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 _MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 _PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
-_MISSED_FIELDS = tuple(field.name for field in dataclasses.fields(MissedCalls))
+_MISSED_FIELDS = frozenset(field.name for field in dataclasses.fields(MissedCalls))
 
 
 def record_to_plain(record: TuningRecord) -> dict[str, Any]:
@@ -73,8 +76,8 @@ def trial_to_plain(trial: Trial) -> dict[str, Any]:
 def missed_to_plain(missed: MissedCalls) -> dict[str, Any]:
     """Strings, numbers, dicts: what ``missed_from_plain`` takes."""
     return {
-        "problem": missed.problem.as_dict(),
-        "target": _target_to_plain(missed.target),
+        "problem": problem_to_plain(missed.problem),
+        "target": target_to_plain(missed.target),
         "calls": missed.calls,
         "noted_at": missed.noted_at,
     }
@@ -93,28 +96,35 @@ def record_from_plain(plain: object) -> TuningRecord:
 def trial_from_plain(plain: object) -> Trial:
     """The trial that ``plain`` describes. Raises InvalidInputError or ConfigError."""
     values = _exactly(plain, _TRIAL_FIELDS, "trial")
-    status = _typed("status", values["status"], str)
-    if status not in {known.value for known in TrialStatus}:
-        raise InvalidInputError(f"unknown trial status {status[:80]!r}")
     measurement = values["measurement"]
     return Trial(
         **_common_from_plain(values),
-        status=TrialStatus(status),
-        reason=_typed("reason", values["reason"], str),
+        **own_of_trial(values),
         measurement=None if measurement is None else _noun(Measurement, measurement),
-        predicted_ms=_typed("predicted_ms", values["predicted_ms"], float | None),
-        shared_bytes=_typed("shared_bytes", values["shared_bytes"], int | None),
-        registers=_typed("registers", values["registers"], int | None),
-        spills=_typed("spills", values["spills"], int | None),
-        came_from=_typed("came_from", values["came_from"], str),
     )
+
+
+def own_of_trial(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trial has and a record hasn't, of plain values. Raises InvalidInputError."""
+    status = _typed("status", values["status"], str)
+    if status not in {known.value for known in TrialStatus}:
+        raise InvalidInputError(f"unknown trial status {status[:80]!r}")
+    return {
+        "status": TrialStatus(status),
+        "reason": _typed("reason", values["reason"], str),
+        "predicted_ms": _typed("predicted_ms", values["predicted_ms"], float | None),
+        "shared_bytes": _typed("shared_bytes", values["shared_bytes"], int | None),
+        "registers": _typed("registers", values["registers"], int | None),
+        "spills": _typed("spills", values["spills"], int | None),
+        "came_from": _typed("came_from", values["came_from"], str),
+    }
 
 
 def missed_from_plain(plain: object) -> MissedCalls:
     """The missed calls that ``plain`` describes. Raises InvalidInputError."""
     values = _exactly(plain, _MISSED_FIELDS, "missed calls")
     return MissedCalls(
-        problem=_noun(Problem, values["problem"]),
+        problem=_problem(values["problem"]),
         target=_target(values["target"]),
         calls=_typed("calls", values["calls"], int),
         noted_at=_typed("noted_at", values["noted_at"], str),
@@ -123,8 +133,8 @@ def missed_from_plain(plain: object) -> MissedCalls:
 
 def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
     return {
-        "problem": _fields_of(noun.problem, _PROBLEM_FIELDS),
-        "target": _target_to_plain(noun.target),
+        "problem": problem_to_plain(noun.problem),
+        "target": target_to_plain(noun.target),
         "kernel": noun.kernel,
         "config": dict(noun.config),
         "provenance": _fields_of(noun.provenance, _PROVENANCE_FIELDS),
@@ -132,21 +142,27 @@ def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
 
 
 def _common_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    problem = _noun(Problem, values["problem"])
-    kernel = _typed("kernel", values["kernel"], str)
+    problem = _problem(values["problem"])
     return {
         "problem": problem,
         "target": _target(values["target"]),
-        "kernel": kernel,
-        "config": _config(kernel, problem, values["config"]),
+        "kernel": values["kernel"],
+        "config": config_of(kernel_of(values["kernel"], problem), values["config"]),
         "provenance": _noun(Provenance, values["provenance"]),
     }
+
+
+def problem_to_plain(problem: Problem) -> dict[str, Any]:
+    """Its fields."""
+    return _fields_of(problem, _PROBLEM_FIELDS)
 
 
 def _measurement_to_plain(measurement: Measurement) -> dict[str, Any]:
     plain = _fields_of(measurement, _MEASUREMENT_FIELDS)
     # An int is a float to a caller, but must not be written differently.
-    return plain | {name: float(plain[name]) for name in ("median_ms", "p20_ms", "p80_ms")}
+    for name in ("median_ms", "p20_ms", "p80_ms"):
+        plain[name] = float(plain[name])
+    return plain
 
 
 def _fields_of(noun: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -154,31 +170,60 @@ def _fields_of(noun: object, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(noun, name) for name in names}
 
 
-def _target_to_plain(target: Target) -> dict[str, Any]:
+def target_to_plain(target: Target) -> dict[str, Any]:
+    """Its identity."""
     return {name: getattr(target, name) for name in TARGET_FIELDS}
 
 
 def _target(plain: object) -> Target:
-    values = _exactly(plain, TARGET_FIELDS, "target")
-    for name, kind in TARGET_FIELDS.items():
-        _typed(name, values[name], kind)
-    return target_from_identity(**values)
+    values = _exactly(plain, TARGET_FIELDS.keys(), "target")
+    return target_of(*map(values.__getitem__, TARGET_FIELDS))
 
 
-def _config(name: str, problem: Problem, plain: object) -> Config:
-    kernel = KERNELS.get(name)
+def kernel_of(name: object, problem: Problem) -> Kernel:
+    """The kernel ``name``, which must serve the problem's op. Raises InvalidInputError."""
+    kernel = KERNELS.get(_typed("kernel", name, str))
     if kernel is None:
+        assert isinstance(name, str)
         raise InvalidInputError(f"unknown kernel {name[:80]!r}: known are {', '.join(KERNELS)}")
     if kernel.op != problem.op:
-        raise InvalidInputError(f"kernel {name} computes {kernel.op!r}, not {problem.op!r}")
-    return kernel.space.parse(_mapping(plain, "config"))
+        raise InvalidInputError(f"kernel {kernel.name} computes {kernel.op!r}, not {problem.op!r}")
+    return kernel
+
+
+def config_of(kernel: Kernel, plain: object) -> Config:
+    """The config of ``kernel`` that ``plain`` describes. Raises InvalidInputError or
+    ConfigError."""
+    values = _mapping(plain, "config")
+    return _parsed(kernel, tuple(values), *values.values())
+
+
+def _problem(plain: object) -> Problem:
+    values = _exactly(plain, _kinds(Problem).keys(), "problem")
+    return problem_of(*map(values.__getitem__, _PROBLEM_FIELDS))
 
 
 def _noun(kind: type[T], plain: object) -> T:
-    """A dataclass of plain values; it checks the ranges itself."""
-    fields = _kinds(kind)
-    values = _exactly(plain, fields, kind.__name__.lower())
-    return kind(**{name: _typed(name, values[name], fields[name]) for name in fields})
+    names = _kinds(kind)
+    values = _exactly(plain, names.keys(), kind.__name__.lower())
+    return noun_of(kind, tuple(map(values.__getitem__, names)))
+
+
+def noun_of(kind: type[T], values: tuple[Any, ...]) -> T:
+    """A dataclass of plain values, in the order of its fields; it checks the ranges itself. Raises
+    InvalidInputError."""
+    kinds = _kinds(kind)
+    types = (kind, *map(type, values))
+    # Nearly all rows are alike, and to look into a union takes long.
+    if types not in _GOOD_TYPES:
+        for (name, wanted), value in zip(kinds.items(), values, strict=True):
+            _typed(name, value, wanted)
+        _GOOD_TYPES.add(types)
+    return kind(**dict(zip(kinds, values, strict=True)))
+
+
+# What passed: a handful, since a noun lets few types through.
+_GOOD_TYPES: set[tuple[type, ...]] = set()
 
 
 @functools.cache
@@ -186,7 +231,43 @@ def _kinds(kind: type) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(kind)}
 
 
-def _exactly(plain: object, names: Collection[str], what: str) -> Mapping[str, Any]:
+def _remembered(make: Callable[..., R]) -> Callable[..., R]:
+    """Of many records few problems, targets and configs differ. Arguments are told apart by type
+    too: 1 is not True. What a stranger gives may not even be hashable."""
+    known = functools.lru_cache(maxsize=4096, typed=True)(make)
+
+    @functools.wraps(make)
+    def remember(*values: Any) -> R:
+        try:
+            return known(*values)
+        except TypeError:
+            return make(*values)
+
+    return remember
+
+
+@_remembered
+def problem_of(*values: Any) -> Problem:
+    """The problem of these fields, in their order. Raises InvalidInputError."""
+    return noun_of(Problem, values)
+
+
+@_remembered
+def target_of(*values: Any) -> Target:
+    """The target of these TARGET_FIELDS. Raises InvalidInputError."""
+    for (name, kind), value in zip(TARGET_FIELDS.items(), values, strict=True):
+        _typed(name, value, kind)
+    return target_from_identity(**dict(zip(TARGET_FIELDS, values, strict=True)))
+
+
+@_remembered
+def _parsed(kernel: Kernel, names: tuple[str, ...], *values: Any) -> Config:
+    return kernel.space.parse(dict(zip(names, values, strict=True)))
+
+
+def _exactly(plain: object, names: AbstractSet[str], what: str) -> Mapping[str, Any]:
+    if isinstance(plain, dict) and plain.keys() == names:
+        return plain
     values = _mapping(plain, what)
     if values.keys() != set(names):
         odd = sorted(values.keys() ^ set(names), key=str)
@@ -203,7 +284,6 @@ def _mapping(plain: object, what: str) -> Mapping[str, Any]:
 
 def _typed(name: str, value: object, kind: Any) -> Any:
     """``value`` if it is of ``kind`` to the letter: True is no int, but an int is a float."""
-    # Nearly all are just that, and a union takes long to look into.
     if type(value) is kind:
         return value
     kinds = typing.get_args(kind) or (kind,)

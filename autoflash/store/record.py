@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -56,9 +57,15 @@ class Provenance:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_text(field.name, getattr(self, field.name))
+        texts = _TEXTS(self)
+        # All at once, since nearly all are good.
+        if not "".join(texts).isprintable() or max(map(len, texts)) > MAX_TEXT:
+            for field, text in zip(dataclasses.fields(self), texts, strict=True):
+                _check_text(field.name, text)
         _check_time("created_at", self.created_at)
+
+
+_TEXTS = operator.attrgetter(*(field.name for field in dataclasses.fields(Provenance)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,7 @@ class TuningRecord:
     @property
     def bucket(self) -> Bucket:
         """The bucket that the record is shared under."""
-        return Bucket.of(self.problem)
+        return _bucket_of(self.problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,11 @@ class Trial:
     @property
     def bucket(self) -> Bucket:
         """The bucket of the study that the trial belongs to."""
-        return Bucket.of(self.problem)
+        return _bucket_of(self.problem)
+
+
+# Of many records few problems differ.
+_bucket_of = functools.lru_cache(maxsize=4096)(Bucket.of)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
 from autoflash.settings import DatabaseUrl
+from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels
-from autoflash.store.layers import MAX_DISTANCE
 from autoflash.store.record import TuningRecord
 from autoflash.target import Target
 
@@ -32,15 +31,6 @@ REST_S = 30.0
 _STATEMENT_S = 2.0
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """All that a lookup may want, so that it waits once."""
-
-    best: TuningRecord | None = None
-    neighbours: tuple[TuningRecord, ...] = ()
-    siblings: tuple[TuningRecord, ...] = ()
-
-
 class RemoteRecords:
     """A layer's records on a server (a ``layers.Source``), and a memory of its answers.
 
@@ -54,52 +44,23 @@ class RemoteRecords:
         self.url = url
         self._warn = warn
         self._store: PostgresStore | None = None
-        self._known: dict[object, _Answers] = {}
+        self._known: dict[object, Answer] = {}
         self._rest_until = 0.0
 
-    def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
-        """As ``Store.best``; asks the server, and for what else a lookup may want."""
+    def answer(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Answer:
+        """The server's, or else its last one."""
         key = (bucket, target.identity, kernels)
-        answers = self._ask(lambda store: self._answer(store, bucket, target, kernels))
-        return (answers or self._known.get(key, _Answers())).best
 
-    def neighbours(
-        self, bucket: Bucket, target: Target, kernels: Kernels = None
-    ) -> list[TuningRecord]:
-        """As ``Store.neighbours``, by what the last ``best`` has learned."""
-        return list(self._recall(bucket, target, kernels).neighbours)
+        def ask(store: "PostgresStore") -> Answer:
+            # A late answer is remembered too.
+            self._known[key] = answer = store.answer(bucket, target, kernels)
+            return answer
 
-    def siblings(
-        self, bucket: Bucket, target: Target, kernels: Kernels = None
-    ) -> list[TuningRecord]:
-        """As ``Store.siblings``, by what the last ``best`` has learned."""
-        return list(self._recall(bucket, target, kernels).siblings)
+        return self._ask(ask) or self._known.get(key, Answer())
 
     def losses(self, record: TuningRecord) -> list[float]:
         """As ``Store.losses``; none if the server doesn't say so in time."""
         return self._ask(lambda store: store.losses(record)) or []
-
-    def _recall(self, bucket: Bucket, target: Target, kernels: Kernels) -> _Answers:
-        key = (bucket, target.identity, kernels)
-        if key not in self._known:
-            self.best(bucket, target, kernels)
-        return self._known.get(key, _Answers())
-
-    def _answer(
-        self, store: "PostgresStore", bucket: Bucket, target: Target, kernels: Kernels
-    ) -> _Answers:
-        best = store.best(bucket, target, kernels)
-        near: list[TuningRecord] = []
-        siblings: list[TuningRecord] = []
-        # No lookup goes past an exact measured record, nor past a neighbour that carries over.
-        if best is None or best.kind != "measured":
-            near = store.neighbours(bucket, target, kernels)
-            distance = bucket.distance(near[0].bucket) if near else None
-            if distance is None or distance > MAX_DISTANCE:
-                siblings = store.siblings(bucket, target, kernels)
-        answers = _Answers(best, tuple(near), tuple(siblings))
-        self._known[bucket, target.identity, kernels] = answers
-        return answers
 
     def _ask(self, question: "Callable[[PostgresStore], T]") -> T | None:
         """The answer; None if there is none in time, or if none can be expected."""

@@ -1,19 +1,30 @@
 """Rows to and from the nouns, and the WHERE clauses that find them."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement
+from sqlalchemy import ColumnElement, Connection, Select
 
 from autoflash.errors import InvalidInputError
+from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Bucket, Problem, kindred_dtypes
+from autoflash.space import Config
+from autoflash.store.digest import canonical, sha256
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.plain import (
     TARGET_FIELDS,
+    config_of,
+    kernel_of,
+    noun_of,
+    own_of_trial,
+    problem_of,
     record_from_plain,
     record_to_plain,
+    target_of,
     trial_from_plain,
     trial_to_plain,
 )
@@ -22,6 +33,8 @@ from autoflash.target import Target
 
 MAX_REASON = 2000
 _MAX_CONFIG = 4000
+# Rows that are fetched in one call.
+_AT_ONCE = 500
 # The Bucket fields that decide the code, and the column of each of the others.
 CODE_FIELDS = ("op", "dtype", "head_dim", "head_dim_v", "causal")
 _SIZE_COLUMNS = {
@@ -30,24 +43,31 @@ _SIZE_COLUMNS = {
     "seqlen_q": "bucket_seqlen_q",
     "seqlen_k": "bucket_seqlen_k",
 }
-_BUCKET_COLUMNS = {name: name for name in CODE_FIELDS} | _SIZE_COLUMNS
+BUCKET_COLUMNS = {name: name for name in CODE_FIELDS} | _SIZE_COLUMNS
+TARGET_COLUMNS = {name: f"target_{name}" for name in TARGET_FIELDS}
 PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 _MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 _PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
+_OF_PROBLEM = operator.itemgetter(*PROBLEM_FIELDS)
+_OF_TARGET = operator.itemgetter(*TARGET_COLUMNS.values())
+_OF_MEASUREMENT = operator.itemgetter(*_MEASUREMENT_FIELDS)
+_OF_PROVENANCE = operator.itemgetter(*_PROVENANCE_FIELDS)
+_SIZES = operator.attrgetter(*_SIZE_COLUMNS)
+_OF_SIZES = operator.itemgetter(*_SIZE_COLUMNS.values())
 _TRIAL_FIELDS = (
     *("status", "reason", "predicted_ms", "shared_bytes", "registers", "spills"),
     "came_from",
 )
 
 
-def record_to_row(record: TuningRecord) -> RecordRow:
+def record_to_row(record: TuningRecord) -> dict[str, Any]:
     """Raises InvalidInputError or ConfigError for what a read would refuse."""
     plain = record_to_plain(record)
     record_from_plain(plain)
-    return RecordRow(**_common_columns(plain, record.bucket), kind=record.kind)
+    return {**_common_columns(plain, record.bucket), "kind": record.kind}
 
 
-def trial_to_row(trial: Trial) -> TrialRow:
+def trial_to_row(trial: Trial) -> dict[str, Any]:
     """Raises InvalidInputError or ConfigError for what a read would refuse.
 
     A reason is a compiler's or a driver's words: cut and made storable, not refused.
@@ -57,12 +77,27 @@ def trial_to_row(trial: Trial) -> TrialRow:
     plain = trial_to_plain(trial)
     trial_from_plain(plain)
     own = {name: plain[name] for name in _TRIAL_FIELDS}
-    return TrialRow(**_common_columns(plain, trial.bucket), **own)
+    return {**_common_columns(plain, trial.bucket), **own}
+
+
+def rows_of(
+    connection: Connection, query: Select[Any], parameters: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """What ``query`` finds, each row by its columns, as it comes."""
+    result = connection.execute(query, parameters)
+    names = tuple(result.keys())
+    for rows in result.partitions(_AT_ONCE):
+        for row in rows:
+            yield dict(zip(names, row, strict=True))
 
 
 def record_from_row(row: Mapping[str, Any]) -> TuningRecord:
     """Raises InvalidInputError or ConfigError for a row that can't be trusted."""
-    record = record_from_plain({**_common_plain(row), "kind": row["kind"]})
+    record = TuningRecord(
+        **_common_nouns(row),
+        measurement=noun_of(Measurement, _OF_MEASUREMENT(row)),
+        kind=row["kind"],
+    )
     _check_bucket(row, record.bucket)
     return record
 
@@ -72,7 +107,13 @@ def trial_from_row(row: Mapping[str, Any]) -> Trial:
     own = {name: row[name] for name in _TRIAL_FIELDS if name in row}
     # A file of before the column is read all the same.
     own.setdefault("came_from", "")
-    trial = trial_from_plain({**_common_plain(row), **own})
+    timed = _OF_MEASUREMENT(row)
+    untimed = set(timed) == {None}
+    trial = Trial(
+        **_common_nouns(row),
+        **own_of_trial(own),
+        measurement=None if untimed else noun_of(Measurement, timed),
+    )
     _check_bucket(row, trial.bucket)
     return trial
 
@@ -85,13 +126,14 @@ def same_code(table: type[RecordRow | TrialRow], bucket: Bucket) -> list[ColumnE
 
 def same_bucket(table: type[RecordRow | TrialRow], bucket: Bucket) -> list[ColumnElement[bool]]:
     """Rows of exactly ``bucket``."""
-    columns = _BUCKET_COLUMNS.items()
+    columns = BUCKET_COLUMNS.items()
     return _equal(table, ((column, getattr(bucket, name)) for name, column in columns))
 
 
 def same_target(table: type[RecordRow | TrialRow], target: Target) -> list[ColumnElement[bool]]:
     """Rows of exactly ``target``'s identity."""
-    return _equal(table, ((f"target_{name}", getattr(target, name)) for name in TARGET_FIELDS))
+    columns = TARGET_COLUMNS.items()
+    return _equal(table, ((column, getattr(target, name)) for name, column in columns))
 
 
 def _equal(
@@ -110,34 +152,37 @@ def _common_columns(plain: dict[str, Any], bucket: Bucket) -> dict[str, Any]:
         "config": json.dumps(plain["config"], sort_keys=True, separators=(",", ":")),
         **measurement,
         **plain["provenance"],
+        "digest": sha256(canonical(plain)),
     }
 
 
-def _common_plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    measurement = {name: row[name] for name in _MEASUREMENT_FIELDS}
-    untimed = all(value is None for value in measurement.values())
+def _common_nouns(row: Mapping[str, Any]) -> dict[str, Any]:
+    problem = problem_of(*_OF_PROBLEM(row))
     return {
-        "problem": {name: row[name] for name in PROBLEM_FIELDS},
-        "target": {name: row[f"target_{name}"] for name in TARGET_FIELDS},
+        "problem": problem,
+        "target": target_of(*_OF_TARGET(row)),
         "kernel": row["kernel"],
-        "config": _config(row["config"]),
-        "measurement": None if untimed else measurement,
-        "provenance": {name: row[name] for name in _PROVENANCE_FIELDS},
+        "config": _config(kernel_of(row["kernel"], problem), row["config"]),
+        "provenance": noun_of(Provenance, _OF_PROVENANCE(row)),
     }
 
 
-def _config(text: object) -> object:
+# Of many rows few configs differ.
+@functools.lru_cache(maxsize=4096)
+def _config(kernel: Kernel, text: object) -> Config:
     if not isinstance(text, str) or len(text) > _MAX_CONFIG:
         raise InvalidInputError(f"config: must be JSON text, at most {_MAX_CONFIG} characters")
     try:
-        return json.loads(text)
+        plain = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"config: not JSON: {str(error)[:80]}") from error
+    return config_of(kernel, plain)
 
 
 def _check_bucket(row: Mapping[str, Any], bucket: Bucket) -> None:
     """A row found under a bucket that its problem doesn't fall into would mislead lookups."""
-    for name, column in _SIZE_COLUMNS.items():
-        given, wanted = row[column], getattr(bucket, name)
-        if given != wanted:
-            raise InvalidInputError(f"{column}={str(given)[:80]}: its problem gives {wanted}")
+    given, wanted = _OF_SIZES(row), _SIZES(bucket)
+    if given != wanted:
+        for column, a, b in zip(_SIZE_COLUMNS.values(), given, wanted, strict=True):
+            if a != b:
+                raise InvalidInputError(f"{column}={str(a)[:80]}: its problem gives {b}")

@@ -15,10 +15,13 @@ from autoflash.errors import StoreError
 logger = logging.getLogger(__name__)
 
 # Alembic's revisions, oldest first. The last one is what this version writes.
-SCHEMA_VERSIONS = ("0001", "0002")
+SCHEMA_VERSIONS = ("0001", "0002", "0003")
 VERSION_TABLE = "autoflash_schema"
-# What a revision added to trials, by column: a reader of an older file does without.
-ADDED_TO_TRIALS = {"came_from": "0002"}
+# What a revision added, by table and column: a reader of an older file does without.
+ADDED = {
+    "records": {"digest": "0003"},
+    "trials": {"came_from": "0002", "digest": "0003"},
+}
 # What sqlite3 raises. A damaged file can also spoil the very message of an error.
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 _OTHER_SCHEMA = "its schema isn't this version's: upgrade autoflash"

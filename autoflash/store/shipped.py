@@ -6,6 +6,7 @@ from pathlib import Path
 
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
+from autoflash.store.answer import Answer, answer_of
 from autoflash.store.evidence import Kernels, best_of, nearest
 from autoflash.store.exchange import load_records
 from autoflash.store.record import TuningRecord
@@ -28,22 +29,26 @@ class ShippedRecords:
         self._folder = folder
         self._files: dict[Path, list[TuningRecord]] = {}
 
+    def answer(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Answer:
+        """As ``Store.answer``."""
+        return answer_of(self, bucket, target, kernels)
+
     def best(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> TuningRecord | None:
-        """As ``Store.best``. Raises StoreError if the file isn't what it should be."""
+        """As ``Store.best``."""
         records = [r for r in self._of(target, kernels) if r.bucket == bucket]
         return best_of(records)
 
     def neighbours(
         self, bucket: Bucket, target: Target, kernels: Kernels = None
     ) -> list[TuningRecord]:
-        """As ``Store.neighbours``. Raises StoreError if the file isn't what it should be."""
+        """As ``Store.neighbours``."""
         found = self._of(target, kernels)
         return nearest((r for r in found if r.kind == "measured" and r.bucket != bucket), bucket)
 
     def siblings(
         self, bucket: Bucket, target: Target, kernels: Kernels = None
     ) -> list[TuningRecord]:
-        """As ``Store.siblings``; a broken file of another GPU costs a warning, not the others."""
+        """As ``Store.siblings``."""
 
         def is_sibling(record: TuningRecord) -> bool:
             return (
@@ -65,22 +70,17 @@ class ShippedRecords:
         ]
 
     def _of_all(self) -> list[TuningRecord]:
-        records = []
-        for path in sorted(self._folder.glob("*.json")):
-            try:
-                records += self._read(path)
-            except StoreError as error:
-                logger.warning("skipped shipped records: %s", error)
-        return records
+        paths = sorted(self._folder.glob("*.json"))
+        return [record for path in paths for record in self._read(path)]
 
     def _read(self, path: Path) -> list[TuningRecord]:
         if path not in self._files:
             try:
                 self._files[path] = _load(path)
-            except StoreError:
+            except StoreError as error:
                 # Told of once, and not read again for every bucket.
                 self._files[path] = []
-                raise
+                logger.warning("skipped shipped records: %s", error)
         return self._files[path]
 
 

@@ -79,12 +79,12 @@ def misfits(records: list[TuningRecord]) -> list[str]:
 
 def _read_database(where: Place) -> Side:
     refusals = []
-    records = open_store(where, read_only=True).records(
-        refused=lambda row, error: refusals.append(f"row {str(row)[:40]}: {str(error)[:300]}")
+    rows = open_store(where, read_only=True).numbered_records(
+        lambda row, error: refusals.append(f"row {str(row)[:40]}: {str(error)[:300]}")
     )
     return Side(
         where=where,
-        records=records,
+        records=[record for _, record in rows],
         refusals=refusals[: jsonl.MAX_REFUSALS],
         refused=len(refusals),
         warnings=[] if isinstance(where, DatabaseUrl) else exposure(where),

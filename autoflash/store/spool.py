@@ -3,11 +3,11 @@
 import contextlib
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Select, delete, func, insert, literal, select, text
+from sqlalchemy import Connection, Select, delete, func, insert, literal, select, text
 from sqlalchemy.orm import Session
 
 from autoflash.errors import StoreError
@@ -17,6 +17,8 @@ from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.postgres import PostgresStore
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.store.store import Store
+
+T = TypeVar("T")
 
 # How long a server that failed isn't asked again: each question may cost its whole timeout.
 REST_S = 30.0
@@ -87,18 +89,21 @@ class SpooledStore(PostgresStore):
         """How many rows are in the spool. Raises StoreError if it can't be read."""
         return waiting(self._spool_path)
 
-    def _fetch(self, query: Select[Any], action: str) -> list[dict[str, Any]]:
+    def _ask(self, question: Callable[[Connection], T], action: str) -> T:
         if self._is_there():
             try:
-                return super()._fetch(query, action)
+                return super()._ask(question, action)
             except StoreError as error:
                 self._rest(error)
-        return self._opened_spool()._fetch(query, action)
+        return self._opened_spool()._ask(question, action)
 
-    def _add(self, rows: Iterable[RecordRow | TrialRow], action: str) -> None:
-        with self._session(action) as session:
-            session.execute(_WRITING, {"place": self._place})
-            session.add_all(rows)
+    def _add(
+        self, table: type[RecordRow | TrialRow], rows: list[dict[str, Any]], action: str
+    ) -> None:
+        if rows:
+            with self._session(action) as session:
+                session.execute(_WRITING, {"place": self._place})
+                session.connection().execute(insert(table), rows)
 
     def _is_there(self) -> bool:
         """Whether to ask the server: not soon after it failed, and not before it has the spool."""

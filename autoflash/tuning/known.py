@@ -82,8 +82,8 @@ def advice(
 def _records(store: AnyStore, bucket: Bucket, target: Target, kernels: Kernels) -> list[Candidate]:
     """The configs of the store's records of the bucket, its neighbours and its siblings."""
     own = store.best(bucket, target, kernels)
-    near = store.neighbours(bucket, target, kernels)[:3]
-    siblings = store.siblings(bucket, target, kernels)[:2]
+    near = store.neighbours(bucket, target, kernels, limit=3)
+    siblings = store.siblings(bucket, target, kernels, limit=2)
     known = [(own, "record")] if own else []
     known += [(record, f"neighbour {record.bucket.label()}") for record in near]
     known += [(record, f"sibling {record.target.name}") for record in siblings]

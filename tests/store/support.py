@@ -110,3 +110,20 @@ def as_a_stranger(work: Callable[[], str]) -> str:
         said = pipe.read()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
     return said
+
+
+_KEY = (
+    "op, dtype, head_dim, head_dim_v, causal, target_arch, target_vendor, target_name, "
+    "target_sm_count, target_memory_gib, group_size, batch_heads, bucket_seqlen_q, bucket_seqlen_k"
+)
+# Undoes all that came after it, on either database.
+TO_THE_FIRST_SCHEMA = (
+    "DROP INDEX ix_records_digest",
+    "DROP INDEX ix_trials_digest",
+    "DROP INDEX ix_records_key",
+    f"CREATE INDEX ix_records_key ON records ({_KEY})",
+    "ALTER TABLE records DROP COLUMN digest",
+    "ALTER TABLE trials DROP COLUMN digest",
+    "ALTER TABLE trials DROP COLUMN came_from",
+    "UPDATE autoflash_schema SET version_num = '0001'",
+)

@@ -17,6 +17,7 @@ from autoflash.store.models import Base
 from autoflash.store.opening import open_store, spool_path
 from autoflash.store.postgres import PostgresStore
 from autoflash.store.store import Store
+from tests.store.support import TO_THE_FIRST_SCHEMA
 
 
 def ask(url, statement):
@@ -49,10 +50,13 @@ def test_migrations_make_the_schema_of_the_models(bare_url, make):
 def test_a_database_of_the_first_schema_is_read_and_upgraded(url, make):
     old = make.trial(reason="of old")
     PostgresStore(url).add_trial(old)
+    PostgresStore(url).add_record(make.record())
     with sqlalchemy.create_engine(url.with_password).begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE trials DROP COLUMN came_from")
-        connection.exec_driver_sql(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'")
-    assert PostgresStore(url, read_only=True).trials(make.bucket, make.h200) == [old]
+        for statement in TO_THE_FIRST_SCHEMA:
+            connection.exec_driver_sql(statement)
+    reader = PostgresStore(url, read_only=True)
+    assert reader.trials(make.bucket, make.h200) == [old]
+    assert reader.best(make.bucket, make.h200) == make.record() == reader.records()[0]
     upgraded = PostgresStore(url)
     new = make.trial(came_from="tpe")
     upgraded.add_trial(new)
@@ -118,10 +122,11 @@ def test_lookups_use_the_index(server, url, make):
 
     for lookup in (store.best, store.neighbours, store.siblings, store.trials):
         lookup(make.bucket, make.h200)
-    tables = ["records", "records", "records", "trials"]
-    assert len(plans) == 4
-    for table, plan in zip(tables, plans, strict=True):
-        assert f"ix_{table}_key" in plan, plan
+    # The row that serves is read by its id.
+    indexes = ["ix_records_key", "records_pkey", "ix_records_key", "ix_records_key"]
+    assert len(plans) == 5
+    for index, plan in zip([*indexes, "ix_trials_key"], plans, strict=True):
+        assert index in plan, plan
         assert "Seq Scan" not in plan
 
 

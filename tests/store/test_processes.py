@@ -7,7 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert
 
+from autoflash.store.models import RecordRow
 from autoflash.store.opening import open_store
 from autoflash.store.rows import record_to_row
 from autoflash.store.store import Store
@@ -40,7 +42,8 @@ def fill(where, number, start, end, dying):
     for row in range(ROWS):
         if number == 0 and row == KILLED_AT:
             with store._session("die") as session:
-                session.add_all([record_to_row(record_of(ms=1 + r)) for r in range(row, ROWS)])
+                rows = [record_to_row(record_of(ms=1 + r)) for r in range(row, ROWS)]
+                session.execute(insert(RecordRow), rows)
                 session.flush()
                 dying.set()
                 signal.pause()
@@ -84,7 +87,7 @@ def die_writing(path, flushed):
     with store._session("die") as session:
         # A small cache spills, so that uncommitted pages lie in the WAL when the writer dies.
         session.connection().exec_driver_sql("PRAGMA cache_size = 10")
-        session.add_all([record_to_row(record_of(day=9)) for _ in range(500)])
+        session.execute(insert(RecordRow), [record_to_row(record_of(day=9))] * 500)
         session.flush()
         flushed.set()
         signal.pause()

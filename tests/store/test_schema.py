@@ -20,8 +20,10 @@ import sqlalchemy
 
 from autoflash.errors import StoreError
 from autoflash.store import schema, upgrade
+from autoflash.store.digest import trial_digest
 from autoflash.store.models import Base
 from autoflash.store.store import Store
+from tests.store.support import TO_THE_FIRST_SCHEMA
 
 
 def integrity(path):
@@ -36,7 +38,7 @@ def set_version(path, version):
 
 def test_creating_leaves_the_store_and_its_lock(path):
     store = Store(path)
-    assert store.schema_version == "0002"
+    assert store.schema_version == "0003"
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
     assert integrity(path) == "ok"
 
@@ -116,7 +118,7 @@ def test_the_wal_of_a_deleted_store_is_not_replayed(store, path, make):
     assert integrity(path) == "ok"
 
 
-@pytest.mark.parametrize("version", ["0003", "9f3c", ""])
+@pytest.mark.parametrize("version", ["0004", "9f3c", ""])
 def test_a_newer_schema_is_read_and_not_written(store, path, make, caplog, version):
     store.add_record(make.record())
     set_version(path, version)
@@ -134,7 +136,7 @@ def test_a_newer_schema_is_read_and_not_written(store, path, make, caplog, versi
 def test_a_newer_schema_that_cannot_be_read_is_a_store_error(store, path):
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("ALTER TABLE records RENAME COLUMN median_ms TO median_us")
-    set_version(path, "0003")
+    set_version(path, "0004")
     with pytest.raises(StoreError, match=r"median_ms; .*upgrade autoflash"):
         Store(path, read_only=True).records()
 
@@ -143,8 +145,8 @@ NEXT_REVISION = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0003"
-down_revision = "0002"
+revision = "0004"
+down_revision = "0003"
 
 
 def upgrade():
@@ -160,9 +162,9 @@ def next_version(tmp_path, monkeypatch):
     def install(more="pass"):
         folder = tmp_path / "migrations"
         shutil.copytree(upgrade._MIGRATIONS, folder)
-        (folder / "versions" / "0003_comment.py").write_text(NEXT_REVISION.format(more=more))
+        (folder / "versions" / "0004_comment.py").write_text(NEXT_REVISION.format(more=more))
         monkeypatch.setattr(upgrade, "_MIGRATIONS", folder)
-        monkeypatch.setattr(schema, "SCHEMA_VERSIONS", ("0001", "0002", "0003"))
+        monkeypatch.setattr(schema, "SCHEMA_VERSIONS", ("0001", "0002", "0003", "0004"))
 
     return install
 
@@ -182,31 +184,31 @@ def test_an_older_schema_is_backed_up_and_upgraded(store, path, make, next_versi
         assert len(Store(path, read_only=True).records()) == 2
         assert "comment" not in columns(path)
         upgraded = Store(path)
-    assert upgraded.schema_version == "0003"
+    assert upgraded.schema_version == "0004"
     assert "comment" in columns(path)
     assert upgraded.records() == [make.record(day=2), make.record()]
-    backup = path.with_name(f"{path.name}.backup-0002")
+    backup = path.with_name(f"{path.name}.backup-0003")
     assert "comment" not in columns(backup)
     assert integrity(backup) == "ok"
     with closing(sqlite3.connect(backup)) as raw:
         assert raw.execute("SELECT count(*) FROM records").fetchone()[0] == 2
-        assert raw.execute("SELECT * FROM autoflash_schema").fetchall() == [("0002",)]
+        assert raw.execute("SELECT * FROM autoflash_schema").fetchall() == [("0003",)]
 
 
 def test_a_backup_is_never_overwritten(store, path, next_version):
-    first = path.with_name(f"{path.name}.backup-0002")
+    first = path.with_name(f"{path.name}.backup-0003")
     first.write_bytes(b"precious")
     next_version()
     Store(path)
     assert first.read_bytes() == b"precious"
-    assert "kernel" in columns(path.with_name(f"{path.name}.backup-0002.2"))
+    assert "kernel" in columns(path.with_name(f"{path.name}.backup-0003.2"))
 
 
 def test_an_upgrade_that_fails_changes_nothing(store, path, make, next_version):
     store.add_record(make.record())
     next_version(more='op.execute("INSERT INTO nowhere VALUES (1)")')
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"schema 0003 and was left as it was: .*nowhere"):
+        with pytest.raises(StoreError, match=r"schema 0004 and was left as it was: .*nowhere"):
             Store(path)
     assert "comment" not in columns(path)
     assert Store(path, read_only=True).records() == [make.record()]
@@ -245,7 +247,7 @@ def test_half_a_backup_never_passes_for_one(store, path, make, next_version, mon
     with monkeypatch.context() as patch:
         patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=KilledCopying))
         assert killed_upgrading(path)
-    backup = path.with_name(f"{path.name}.backup-0002")
+    backup = path.with_name(f"{path.name}.backup-0003")
     assert not backup.exists()
     assert Store(path).records() == [make.record()]
     assert integrity(backup) == "ok"
@@ -280,14 +282,20 @@ def test_threads_create_two_stores_at_once(tmp_path):
 def test_a_file_of_the_first_schema_is_read_and_upgraded(store, path, make):
     old = make.trial(reason="of old")
     store.add_trial(old)
+    store.add_record(make.record())
     with closing(sqlite3.connect(path)) as raw, raw:
-        raw.execute("ALTER TABLE trials DROP COLUMN came_from")
-    set_version(path, "0001")
-    assert Store(path, read_only=True).trials(make.bucket, make.h200) == [old]
+        for statement in TO_THE_FIRST_SCHEMA:
+            raw.execute(statement)
+    reader = Store(path, read_only=True)
+    assert reader.trials(make.bucket, make.h200) == [old]
+    assert reader.best(make.bucket, make.h200) == make.record() == reader.records()[0]
     upgraded = Store(path)
     new = make.trial(came_from="tpe")
     upgraded.add_trial(new)
     assert upgraded.trials(make.bucket, make.h200) == [old, new]
+    with closing(sqlite3.connect(path)) as raw:
+        found = raw.execute("SELECT digest FROM trials ORDER BY id").fetchall()
+    assert found == [("",), (trial_digest(new),)]
     backup = Store(path.with_name(f"{path.name}.backup-0001"), read_only=True)
     assert backup.trials(make.bucket, make.h200) == [old]
     assert integrity(path) == "ok"
