@@ -12,6 +12,7 @@ from autoflash.problem import Bucket
 from autoflash.settings import DatabaseUrl, Settings, settings
 from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels, evidence_order
+from autoflash.store.forks import gate
 from autoflash.store.record import TuningRecord
 from autoflash.store.shipped import ShippedRecords, shipped_folder
 from autoflash.target import Target
@@ -104,7 +105,10 @@ class Layers:
                 self._warn(layer, error)
 
     def _open_user(self) -> "Store | RemoteRecords | None":
-        if self._user is None:
+        if self._user is not None:
+            return self._user
+        # A child that is forked while this imports would wait for the import for ever.
+        with gate.question():
             if isinstance(self._db, DatabaseUrl):
                 from autoflash.store.remote import RemoteRecords
 

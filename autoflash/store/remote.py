@@ -13,6 +13,7 @@ from autoflash.problem import Bucket
 from autoflash.settings import DatabaseUrl
 from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels
+from autoflash.store.forks import gate
 from autoflash.store.record import TuningRecord
 from autoflash.target import Target
 
@@ -66,9 +67,6 @@ class RemoteRecords:
         """The answer; None if there is none in time, or if none can be expected."""
         if time.monotonic() < self._rest_until:
             return None
-        # What must be loaded takes longer than a server may.
-        from autoflash.store import postgres
-
         future: Future[T] = Future()
 
         def work() -> None:
@@ -79,7 +77,11 @@ class RemoteRecords:
                 future.set_exception(error)
 
         try:
-            postgres.load_driver()
+            # What must be loaded takes longer than a server may, and must not be cut by a fork.
+            with gate.question():
+                from autoflash.store import postgres
+
+                postgres.load_driver()
             threading.Thread(target=work, name="autoflash-store", daemon=True).start()
             return future.result(PATIENCE_S)
         except StoreError as error:

@@ -1,15 +1,18 @@
 """Store: the database of records and trials, in one SQLite file."""
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event
+from sqlalchemy.orm import Session
 
 from autoflash.errors import StoreError
 from autoflash.store import schema
 from autoflash.store.base import AnyStore
+from autoflash.store.forks import gate
 from autoflash.store.upgrade import prepare_for_writing
 
 T = TypeVar("T")
@@ -34,9 +37,11 @@ class Store(AnyStore):
         # Until a stranger's text turns out not to be.
         self._all_is_utf8 = True
         if read_only:
-            self._uri, self.schema_version = schema.open_for_reading(self.path)
+            with gate.question():
+                self._uri, self.schema_version = schema.open_for_reading(self.path)
         else:
-            prepare_for_writing(self.path)
+            with gate.question():
+                prepare_for_writing(self.path)
             # rw, not rwc: a file that goes away is an error, not an empty database.
             self._uri = schema.uri(self.path, "mode=rw")
             self.schema_version = schema.SCHEMA_VERSIONS[-1]
@@ -57,6 +62,11 @@ class Store(AnyStore):
         if self._all_is_utf8:
             connection.text_factory = str
         return connection
+
+    @contextmanager
+    def _session(self, action: str) -> Iterator[Session]:
+        with gate.question(), super()._session(action) as session:
+            yield session
 
     def _ask(self, question: Callable[[Connection], T], action: str) -> T:
         try:
