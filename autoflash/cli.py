@@ -1,4 +1,4 @@
-"""The ``autoflash`` command: tune, show, list, bench, doctor; and ``db``, which is cli_db.py."""
+"""The ``autoflash`` command: tune, show, list, bench, doctor; and ``db``, by cli_databases.py."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from autoflash import cli_db
+from autoflash import cli_databases
 from autoflash.errors import AutoFlashError, InvalidInputError, StoreError
 from autoflash.problem import OPS, Problem
 from autoflash.report import (
@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(cli_db.app, name="db")
+app.add_typer(cli_databases.app, name="db")
 
 _INTERRUPTED = 130
 # What says which problems are meant, but for --missed.

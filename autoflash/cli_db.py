@@ -1,4 +1,5 @@
-"""``autoflash db``: records between hosts, as files that git and people can read."""
+"""``autoflash db``: records between hosts, as files that git and people can read; what is done to
+databases alone is in cli_databases.py."""
 
 import json
 from pathlib import Path
@@ -52,7 +53,7 @@ def export_records(
         side = _read(store_place(db))
         _complain(side)
         _write(_of_target(side.records, target), to, sign, as_json=as_json)
-    _exit_unless(side.clean)
+    exit_unless(side.clean)
 
 
 @app.command("import")
@@ -64,23 +65,21 @@ def import_records(
 ) -> None:
     """Add to the store what it lacks. Bad lines are refused one by one: exit code 1."""
     from autoflash.store.digest import unique
+    from autoflash.store.lacking import add_lacking_records
     from autoflash.store.opening import open_store
 
     # All are read before anything is written: a file that is refused as a whole stops the rest.
     sides = _read_files(files, require_signed_by)
     store = open_store(store_place(db), spooled=False)
-    known = unique(store.records())
     offered = unique([record for side in sides for record in side.records])
-    lacking = [record for digest, record in offered.items() if digest not in known]
-    if lacking:
-        store.add_records(lacking)
+    added = add_lacking_records(store, offered.values())
     if as_json:
-        outcome = {"added": len(lacking), "known": len(offered) - len(lacking)}
+        outcome = {"added": added, "known": len(offered) - added}
         typer.echo(json.dumps(outcome | {"files": [side_as_dict(s) for s in sides]}, indent=1))
     else:
         _tell(sides)
-        say(f"{store.name}: {len(lacking)} added, {len(offered) - len(lacking)} known already")
-    _exit_unless(all(side.clean for side in sides))
+        say(f"{store.name}: {added} added, {len(offered) - added} known already")
+    exit_unless(all(side.clean for side in sides))
 
 
 @app.command("merge")
@@ -100,7 +99,7 @@ def merge_sides(
     if not as_json:
         _tell(sides)
     _write(merged(*(side.records for side in sides)), to, sign, as_json=as_json, sides=sides)
-    _exit_unless(all(side.clean for side in sides))
+    exit_unless(all(side.clean for side in sides))
 
 
 @app.command()
@@ -126,7 +125,7 @@ def diff(
     else:
         _tell([left, right])
         console.print(differences_table(found))
-    _exit_unless(not found)
+    exit_unless(not found)
 
 
 @app.command()
@@ -151,7 +150,7 @@ def verify(
         typer.echo(json.dumps([side_as_dict(side) for side in sides], indent=1))
     else:
         _tell(sides)
-    _exit_unless(all(side.clean for side in sides))
+    exit_unless(all(side.clean for side in sides))
 
 
 @app.command()
@@ -170,35 +169,6 @@ def stats(
         typer.echo(json.dumps(stats_as_dict(side), indent=1))
     else:
         console.print(stats_table(side))
-
-
-@app.command()
-def prune(
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it nothing is.")] = False,
-    backup: Annotated[
-        Path | None, typer.Option(help="Where they are kept; default: beside the store.")
-    ] = None,
-    db: StoreOption = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Delete what its own origin has superseded, never a record that could stand in some merge."""
-    from autoflash.store.opening import beside, open_store
-    from autoflash.store.prune import prune as delete
-    from autoflash.store.prune import superseded
-    from autoflash.store.record import time_stamp
-
-    where = store_place(db)
-    store = open_store(where, read_only=not yes, spooled=False)
-    stamp = "".join(c for c in time_stamp()[:19] if c.isalnum())
-    backup = backup or beside(where, f"pruned-{stamp}.jsonl")
-    count = delete(store, backup) if yes else len(superseded(store))
-    kept = str(backup) if yes and count else None
-    if as_json:
-        typer.echo(json.dumps({"superseded": count, "deleted": yes, "backup": kept}, indent=1))
-    elif kept:
-        say(f"{store.name}: {count} deleted; `autoflash db import {kept}` brings them back")
-    else:
-        say(f"{store.name}: {count} superseded{'; --yes deletes them' if count else ''}")
 
 
 @app.command()
@@ -290,6 +260,7 @@ def _complain(side: Any) -> None:
         complain(f"{side.where}: {more} more are refused")
 
 
-def _exit_unless(good: bool) -> None:
+def exit_unless(good: bool) -> None:
+    """Exit code 1 if something was refused, is at fault or differs."""
     if not good:
         raise typer.Exit(1)

@@ -61,6 +61,11 @@ class AnyStore(ABC):
         """Where a connection comes from, in this process."""
 
     @abstractmethod
+    def _exclude_others(self, session: Session) -> None:
+        """Until the transaction ends nobody else who calls this goes on: what is compared with the
+        rows is still lacking when it is added."""
+
+    @abstractmethod
     def _explain(self, error: Exception) -> str:
         """What went wrong, and what to do about it; shows no password."""
 
@@ -119,6 +124,11 @@ class AnyStore(ABC):
         return self._look_up(
             lambda lookups: list(islice(lookups.siblings(bucket, target, kernels), limit))
         )
+
+    def require_writable(self, action: str) -> None:
+        """Raises StoreError if it was opened with read_only=True."""
+        if self.read_only:
+            raise StoreError(f"{self.name}: could not {action}: it was opened with read_only=True")
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Bring home what could not be stored when it was added."""
@@ -219,8 +229,7 @@ class AnyStore(ABC):
     def _add(
         self, table: type[RecordRow | TrialRow], rows: list[dict[str, Any]], action: str
     ) -> None:
-        if self.read_only:
-            raise StoreError(f"{self.name}: could not {action}: it was opened with read_only=True")
+        self.require_writable(action)
         if rows:
             with self._session(action) as session:
                 session.connection().execute(insert(table), rows)

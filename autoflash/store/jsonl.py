@@ -19,7 +19,7 @@ from autoflash.store.digest import canonical, record_digest, record_text, sha256
 from autoflash.store.exchange import place_of
 from autoflash.store.plain import record_from_plain
 from autoflash.store.record import TuningRecord, latest_stamp
-from autoflash.store.untrusted import exposure, parse_object, read_bytes
+from autoflash.store.untrusted import MAX_REFUSALS, exposure, parse_object, read_bytes, refuse_stamp
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -32,8 +32,6 @@ VERSION = 1
 # Twelve bytes for each of 200 characters of the ten texts, at worst, and the rest.
 MAX_LINE = 32 << 10
 _MAX_HEADER = 4096
-# So many are named; a file of something else has a reason for each of its lines.
-MAX_REFUSALS = 1000
 _HEADER_FIELDS = {"format", "version", "count", "digest"}
 _SIGNATURE_FIELDS = {"algorithm", "key", "value"}
 
@@ -206,9 +204,5 @@ def _record(line: bytes, latest: str) -> tuple[str, TuningRecord]:
     digest = record_digest(record)
     if claimed != digest:
         raise StoreError("its digest isn't that of the record: it was changed")
-    if record.provenance.created_at > latest:
-        raise StoreError(
-            f"created_at={record.provenance.created_at!r}: more than a day ahead of this host's "
-            "clock; its word would stand until then"
-        )
+    refuse_stamp(record.provenance.created_at, latest)
     return digest, record

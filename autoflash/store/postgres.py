@@ -19,8 +19,10 @@ from autoflash.store.upgrade import one_migration, run_migrations
 TIMEOUT_S = 30.0
 # The server ends connections that are kept for a next question which doesn't come.
 _IDLE_S = 60
-# Any number, as long as every version of autoflash has the same.
+# Any numbers, as long as every version of autoflash has the same.
 _UPGRADE_LOCK = 0x6175746F666C61
+_EXCHANGE_LOCK = _UPGRADE_LOCK + 1
+_LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 _LOOK = text(
     "SELECT relname, relkind FROM pg_catalog.pg_class WHERE oid IN "
     f"(to_regclass('records'), to_regclass('trials'), to_regclass('{schema.VERSION_TABLE}'))"
@@ -186,13 +188,15 @@ class PostgresStore(AnyStore):
 
         try:
             with one_migration, self._session("upgrade it") as session:
-                lock = text("SELECT pg_advisory_xact_lock(:key)")
-                session.execute(lock, {"key": _UPGRADE_LOCK})
+                session.execute(_LOCK, {"key": _UPGRADE_LOCK})
                 # Another process may have done it while we waited.
                 if self._writable(session) != schema.SCHEMA_VERSIONS[-1]:
                     run_migrations(session.connection())
         except alembic.util.CommandError as error:
             raise StoreError(f"{self.name}: could not upgrade it: {error}") from error
+
+    def _exclude_others(self, session: Session) -> None:
+        session.execute(_LOCK, {"key": _EXCHANGE_LOCK})
 
     def _explain(self, error: Exception) -> str:
         # libpq's first line says it; the others repeat it for each address of the host.

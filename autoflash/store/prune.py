@@ -42,8 +42,7 @@ def prune(store: AnyStore, backup: Path) -> int:
 
     What is added meanwhile stays: no new record makes a superseded one stand again.
     """
-    if store.read_only:
-        raise StoreError(f"{store.name}: could not prune: it was opened with read_only=True")
+    store.require_writable("prune")
     rows = superseded(store)
     if not rows:
         return 0

@@ -10,7 +10,7 @@ from autoflash.settings import DatabaseUrl, Place
 from autoflash.store import jsonl
 from autoflash.store.opening import open_store
 from autoflash.store.record import TuningRecord
-from autoflash.store.untrusted import exposure
+from autoflash.store.untrusted import MAX_REFUSALS, exposure
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -85,7 +85,7 @@ def _read_database(where: Place) -> Side:
     return Side(
         where=where,
         records=[record for _, record in rows],
-        refusals=refusals[: jsonl.MAX_REFUSALS],
+        refusals=refusals[:MAX_REFUSALS],
         refused=len(refusals),
         warnings=[] if isinstance(where, DatabaseUrl) else exposure(where),
     )

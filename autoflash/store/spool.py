@@ -181,7 +181,7 @@ def _insert_if_new(
 ) -> None:
     values = {name: value for name, value in row.items() if name != "id"}
     columns = table.__table__.columns
-    # With None this asks for NULL.
-    same = [columns[name] == value for name, value in values.items()]
+    # With None this asks for NULL. What was written by an older version has no digest.
+    same = [columns[name] == value for name, value in values.items() if name != "digest"]
     if session.execute(select(literal(1)).where(*same).limit(1)).first() is None:
         session.execute(insert(table).values(values))

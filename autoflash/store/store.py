@@ -52,6 +52,10 @@ class Store(AnyStore):
     def _engine(self) -> Engine:
         return self._connector
 
+    def _exclude_others(self, session: Session) -> None:
+        # A transaction that reads first could not write once another has written.
+        session.connection().exec_driver_sql("BEGIN IMMEDIATE")
+
     def _explain(self, error: Exception) -> str:
         return f"{error}; {schema.next_step(error)}"
 

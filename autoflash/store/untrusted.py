@@ -9,6 +9,8 @@ from typing import Any
 
 from autoflash.errors import InvalidInputError, StoreError
 
+# So many are named; what is of something else has a reason for each of its lines.
+MAX_REFUSALS = 1000
 MAX_BYTES = 256 << 20
 # A record has objects in an object, and nothing deeper.
 MAX_DEPTH = 8
@@ -74,6 +76,15 @@ def parse_object(line: bytes, *, limit: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidInputError(f"must be an object, not {type(found).__name__}")
     return found
+
+
+def refuse_stamp(created_at: str, latest: str) -> None:
+    """Raises StoreError for a date after ``latest``."""
+    if created_at > latest:
+        raise StoreError(
+            f"created_at={created_at!r}: more than a day ahead of this host's "
+            "clock; its word would stand until then"
+        )
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o644) -> None:

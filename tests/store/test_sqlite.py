@@ -67,7 +67,7 @@ def test_pragmas(store, path):
 
     assert pragmas(store) == ["wal", 5000, 1, 1]
     timeout = pragmas(Store(path, read_only=True))[1]
-    assert timeout == 100
+    assert timeout == 25
 
 
 def test_a_busy_database_is_a_store_error(store, path, make, monkeypatch):
