@@ -7,8 +7,18 @@ from typing import Annotated
 import typer
 
 from autoflash.cli_db import app, exit_unless
+from autoflash.report import ProgressListener
+from autoflash.report_db import revalidated_as_dict, revalidated_table
 from autoflash.settings import Place, place_of
-from autoflash.terminal import JsonFlag, StoreOption, complain, say, store_place
+from autoflash.terminal import (
+    JsonFlag,
+    StoreOption,
+    complain,
+    console,
+    errors,
+    say,
+    store_place,
+)
 
 __all__ = ["app"]
 
@@ -60,6 +70,39 @@ def prune(
         say(f"{store.name}: {count} deleted; `autoflash db import {kept}` brings them back")
     else:
         say(f"{store.name}: {count} superseded{'; --yes deletes them' if count else ''}")
+
+
+@app.command()
+def revalidate(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also where a record has the present versions.")
+    ] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds per bucket (60).")] = None,
+    db: StoreOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """After an upgrade: check and time the stored winners and runners-up again, on the GPU that is
+    here. Nothing is deleted. Exit code 1: a stored winner failed."""
+    from autoflash.store.opening import open_store
+    from autoflash.tuning.revalidate import revalidate as run
+
+    listener = ProgressListener(errors, quiet=as_json)
+    with listener:
+        found = run(
+            store=open_store(store_place(db)),
+            budget_s=budget,
+            listener=listener,
+            everything=everything,
+        )
+    if as_json:
+        typer.echo(json.dumps([revalidated_as_dict(one) for one in found], indent=1))
+    else:
+        for one in found:
+            for trial in one.fallen:
+                told = f"{trial.kernel}, {trial.problem.label()}: {trial.status}: {trial.reason}"
+                complain(f"a stored winner failed: {told}")
+        console.print(revalidated_table(found))
+    exit_unless(not any(one.fallen for one in found))
 
 
 def _bring(source: Place, to: Place, *, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from autoflash.store.record import TuningRecord
 if TYPE_CHECKING:
     # It loads SQLAlchemy, which most commands don't need.
     from autoflash.store.sides import Side
+    from autoflash.tuning.revalidate import Revalidated
 
 
 def differences_table(found: list[Difference]) -> Table:
@@ -94,6 +95,42 @@ def stats_table(side: "Side") -> Table:
             text = "" if value is None else str(value)
         table.add_row(name, Text(text, overflow="fold"))
     return table
+
+
+def revalidated_table(found: "list[Revalidated]") -> Table:
+    """A line for each bucket: what served, and what was stored instead."""
+    table = Table(show_edge=False)
+    for name in ("problem", "served", "now", "config", "trials"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        record = one.result.record
+        same = record is not None and _ran(record) == _ran(one.served)
+        config = "" if record is None else "the same" if same else record.config.label()
+        cells = (one.served.problem.label(), _short(one.served), _short(record) or "none survived")
+        table.add_row(*(Text(cell) for cell in (*cells, config, str(len(one.result.trials)))))
+    if not found:
+        table.caption = "all records are of the present versions"
+    return table
+
+
+def revalidated_as_dict(one: "Revalidated") -> dict[str, Any]:
+    """The same for scripts; records are named by their digests."""
+    record = one.result.record
+    return {
+        "problem": one.served.problem.as_dict(),
+        "target": one.served.target.name,
+        "served": record_digest(one.served),
+        "record": record and record_digest(record),
+        "trials": len(one.result.trials),
+        "fallen": [
+            {"kernel": t.kernel, "config": dict(t.config), "status": t.status, "reason": t.reason}
+            for t in one.fallen
+        ],
+    }
+
+
+def _ran(record: TuningRecord) -> tuple[object, ...]:
+    return (record.kernel, record.config)
 
 
 def _counted(values: Any) -> dict[str, int]:

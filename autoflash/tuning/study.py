@@ -87,7 +87,10 @@ class Study:
         budget: Budget,
         listener: Listener,
         stop: threading.Event,
+        only: Sequence[Candidate] | None = None,
     ) -> None:
+        """``only`` these are tried, if given, whatever was tried before."""
+        self._only = only
         self.problem = problem
         self.runner = runner
         self.store = store
@@ -97,7 +100,9 @@ class Study:
         self.trials: list[Trial] = []
         self.resumed = 0
         self.kernels = kernels_for(problem, runner.target)
-        self.candidates = ranked(self.kernels, problem, runner.target)
+        self.candidates = (
+            ranked(self.kernels, problem, runner.target) if only is None else list(only)
+        )
         self._defaults = known.defaults(problem, runner.target, self.kernels)
         self._search: Search | None = None
         self._asked = 0
@@ -183,15 +188,22 @@ class Study:
         if self._search is None:
             limit = self.budget.trials
             capacity = self.runner.workers * self.budget.seconds / _COMPILE_S
-            brute_force = len(self.candidates) <= (limit or capacity)
+            brute_force = self._only is not None or len(self.candidates) <= (limit or capacity)
             first = self._known_first()
             self._search = Search(self.candidates, brute_force=brute_force, first=first)
-            for trial in known.past_trials(self.store, self.problem, self.runner, self.kernels):
+            for trial in self._past_trials():
                 self.resumed += 1
                 self._learn(Candidate.of(trial), trial)
         return self._search
 
+    def _past_trials(self) -> list[Trial]:
+        if self._only is not None:
+            return []
+        return known.past_trials(self.store, self.problem, self.runner, self.kernels)
+
     def _known_first(self) -> list[Candidate]:
+        if self._only is not None:
+            return list(self._only)
         target, kernels = self.runner.target, self.kernels
         return known.advice(self.store, self.problem, target, kernels, self.candidates)
 

@@ -58,12 +58,12 @@ def tune(
     budget = Budget(seconds=DEFAULT_BUDGET_S if budget_s is None else budget_s, trials=trials)
     absent = _absent(target)
     store = store or open_store(settings().db)
-    _require_a_gpu(target)
+    require_a_gpu(target)
     if absent and gpus is not None:
         raise InvalidInputError(f"gpus={gpus!r}: {absent.name} is not here, nothing runs on a GPU")
     listener = OneAtATime(listener or Listener())
     with (
-        _settled(store),
+        settled(store),
         live_runners(settings().workers, absent, gpu_names(gpus)) as runners,
     ):
         for runner in runners:
@@ -77,7 +77,7 @@ def tune(
 
 
 @contextlib.contextmanager
-def _settled(store: AnyStore) -> Iterator[None]:
+def settled(store: AnyStore) -> Iterator[None]:
     """What a server that went away meanwhile has missed is brought to it, if it is back."""
     try:
         yield
@@ -100,7 +100,7 @@ def _tune_offline(
 def target_to_tune(target: Target | str | None) -> Target:
     """The GPU that ``tune`` would tune for. Raises UnsupportedError for none, InvalidInputError for
     an unknown name."""
-    _require_a_gpu(target)
+    require_a_gpu(target)
     wanted = _named(target)
     # Asked once: it takes a process.
     here = _present() if gpu_is_present() else None
@@ -110,7 +110,8 @@ def target_to_tune(target: Target | str | None) -> Target:
     return wanted
 
 
-def _require_a_gpu(target: Target | str | None) -> None:
+def require_a_gpu(target: Target | str | None) -> None:
+    """Raises UnsupportedError if none is named and none is here."""
     if target is None and not gpu_is_present():
         raise UnsupportedError("no GPU is visible to torch: name a target, such as --target h100")
 
