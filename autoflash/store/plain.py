@@ -16,7 +16,7 @@ from autoflash.errors import InvalidInputError
 from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
-from autoflash.space import Config
+from autoflash.space import Config, SearchSpace
 from autoflash.store.record import (
     Measurement,
     MissedCalls,
@@ -147,7 +147,7 @@ def _common_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
         "problem": problem,
         "target": _target(values["target"]),
         "kernel": values["kernel"],
-        "config": config_of(kernel_of(values["kernel"], problem), values["config"]),
+        "config": config_of(Same(kernel_of(values["kernel"], problem).space), values["config"]),
         "provenance": _noun(Provenance, values["provenance"]),
     }
 
@@ -191,11 +191,26 @@ def kernel_of(name: object, problem: Problem) -> Kernel:
     return kernel
 
 
-def config_of(kernel: Kernel, plain: object) -> Config:
-    """The config of ``kernel`` that ``plain`` describes. Raises InvalidInputError or
+class Same:
+    """A search space as a key of a cache: to hash what it holds takes longer than parsing does."""
+
+    __slots__ = ("space",)
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+
+    def __hash__(self) -> int:
+        return id(self.space)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.space is other.space
+
+
+def config_of(same: Same, plain: object) -> Config:
+    """The config of that space that ``plain`` describes. Raises InvalidInputError or
     ConfigError."""
     values = _mapping(plain, "config")
-    return _parsed(kernel, tuple(values), *values.values())
+    return _parsed(same, tuple(values), *values.values())
 
 
 def _problem(plain: object) -> Problem:
@@ -261,8 +276,8 @@ def target_of(*values: Any) -> Target:
 
 
 @_remembered
-def _parsed(kernel: Kernel, names: tuple[str, ...], *values: Any) -> Config:
-    return kernel.space.parse(dict(zip(names, values, strict=True)))
+def _parsed(same: Same, names: tuple[str, ...], *values: Any) -> Config:
+    return same.space.parse(dict(zip(names, values, strict=True)))
 
 
 def _exactly(plain: object, names: AbstractSet[str], what: str) -> Mapping[str, Any]:

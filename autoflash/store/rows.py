@@ -10,13 +10,13 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select
 
 from autoflash.errors import InvalidInputError
-from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Bucket, Problem, kindred_dtypes
 from autoflash.space import Config
 from autoflash.store.digest import canonical, sha256
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.plain import (
     TARGET_FIELDS,
+    Same,
     config_of,
     kernel_of,
     noun_of,
@@ -162,21 +162,21 @@ def _common_nouns(row: Mapping[str, Any]) -> dict[str, Any]:
         "problem": problem,
         "target": target_of(*_OF_TARGET(row)),
         "kernel": row["kernel"],
-        "config": _config(kernel_of(row["kernel"], problem), row["config"]),
+        "config": _config(Same(kernel_of(row["kernel"], problem).space), row["config"]),
         "provenance": noun_of(Provenance, _OF_PROVENANCE(row)),
     }
 
 
 # Of many rows few configs differ.
 @functools.lru_cache(maxsize=4096)
-def _config(kernel: Kernel, text: object) -> Config:
+def _config(same: Same, text: object) -> Config:
     if not isinstance(text, str) or len(text) > _MAX_CONFIG:
         raise InvalidInputError(f"config: must be JSON text, at most {_MAX_CONFIG} characters")
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"config: not JSON: {str(error)[:80]}") from error
-    return config_of(kernel, plain)
+    return config_of(same, plain)
 
 
 def _check_bucket(row: Mapping[str, Any], bucket: Bucket) -> None:
