@@ -45,6 +45,7 @@ _TRIAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Trial))
 _PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 _MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 _PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
+_STATUSES = {known.value for known in TrialStatus}
 _MISSED_FIELDS = frozenset(field.name for field in dataclasses.fields(MissedCalls))
 
 
@@ -65,7 +66,7 @@ def trial_to_plain(trial: Trial) -> dict[str, Any]:
         "status": trial.status.value,
         "reason": trial.reason,
         "measurement": None if measurement is None else _measurement_to_plain(measurement),
-        "predicted_ms": trial.predicted_ms,
+        "predicted_ms": None if trial.predicted_ms is None else float(trial.predicted_ms),
         "shared_bytes": trial.shared_bytes,
         "registers": trial.registers,
         "spills": trial.spills,
@@ -107,7 +108,7 @@ def trial_from_plain(plain: object) -> Trial:
 def own_of_trial(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a trial has and a record hasn't, of plain values. Raises InvalidInputError."""
     status = _typed("status", values["status"], str)
-    if status not in {known.value for known in TrialStatus}:
+    if status not in _STATUSES:
         raise InvalidInputError(f"unknown trial status {status[:80]!r}")
     return {
         "status": TrialStatus(status),

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Select
 from autoflash.errors import InvalidInputError
 from autoflash.problem import Bucket, Problem, kindred_dtypes
 from autoflash.space import Config
-from autoflash.store.digest import canonical, sha256
+from autoflash.store.digest import part_text, record_digest, trial_digest
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.plain import (
     TARGET_FIELDS,
@@ -64,7 +64,8 @@ def record_to_row(record: TuningRecord) -> dict[str, Any]:
     """Raises InvalidInputError or ConfigError for what a read would refuse."""
     plain = record_to_plain(record)
     record_from_plain(plain)
-    return {**_common_columns(plain, record.bucket), "kind": record.kind}
+    own = {"kind": record.kind, "digest": record_digest(record)}
+    return {**_common_columns(plain, record), **own}
 
 
 def trial_to_row(trial: Trial) -> dict[str, Any]:
@@ -73,11 +74,12 @@ def trial_to_row(trial: Trial) -> dict[str, Any]:
     A reason is a compiler's or a driver's words: cut and made storable, not refused.
     """
     reason = trial.reason.encode("utf-8", "replace").decode("utf-8").replace("\0", "")
-    trial = dataclasses.replace(trial, reason=reason[:MAX_REASON])
+    if trial.reason != reason[:MAX_REASON]:
+        trial = dataclasses.replace(trial, reason=reason[:MAX_REASON])
     plain = trial_to_plain(trial)
     trial_from_plain(plain)
-    own = {name: plain[name] for name in _TRIAL_FIELDS}
-    return {**_common_columns(plain, trial.bucket), **own}
+    own = {name: plain[name] for name in _TRIAL_FIELDS} | {"digest": trial_digest(trial)}
+    return {**_common_columns(plain, trial), **own}
 
 
 def rows_of(
@@ -142,17 +144,16 @@ def _equal(
     return [getattr(table, column) == value for column, value in pairs]
 
 
-def _common_columns(plain: dict[str, Any], bucket: Bucket) -> dict[str, Any]:
+def _common_columns(plain: dict[str, Any], noun: TuningRecord | Trial) -> dict[str, Any]:
     measurement = plain["measurement"] or dict.fromkeys(_MEASUREMENT_FIELDS)
     return {
         **plain["problem"],
-        **{column: getattr(bucket, name) for name, column in _SIZE_COLUMNS.items()},
+        **dict(zip(_SIZE_COLUMNS.values(), _SIZES(noun.bucket), strict=True)),
         **{f"target_{name}": value for name, value in plain["target"].items()},
         "kernel": plain["kernel"],
-        "config": json.dumps(plain["config"], sort_keys=True, separators=(",", ":")),
+        "config": part_text(noun.config),
         **measurement,
         **plain["provenance"],
-        "digest": sha256(canonical(plain)),
     }
 
 

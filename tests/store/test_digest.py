@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoflash.errors import InvalidInputError
-from autoflash.store.digest import canonical, record_text
-from autoflash.store.plain import record_from_plain, record_to_plain
-from autoflash.store.record import Measurement, Provenance
-from tests.store.support import problem_of, record_of
+from autoflash.store.digest import canonical, record_text, trial_text
+from autoflash.store.plain import record_from_plain, record_to_plain, trial_to_plain
+from autoflash.store.record import Measurement, Provenance, TrialStatus
+from tests.store.support import problem_of, record_of, trial_of
 
 TEXTS = st.text(max_size=200).filter(str.isprintable)
 TIMES = st.floats(5e-324, 1e9, exclude_max=True) | st.integers(1, 10**8)
@@ -35,6 +35,26 @@ def test_it_is_the_canonical_text_of_its_plain_form(measurement, provenance, len
     plain = record_to_plain(record)
     assert record_text(record) == canonical(plain)
     assert record_from_plain(plain) == record
+
+
+@given(
+    MEASUREMENTS | st.none(),
+    PROVENANCES,
+    st.sampled_from(list(TrialStatus)),
+    st.text(max_size=300),
+    TIMES | st.none(),
+    st.none() | st.integers(0, 2**31 - 1),
+    TEXTS,
+)
+def test_so_it_is_of_a_trial(measurement, provenance, status, reason, ms, count, came_from):
+    trial = replace(
+        trial_of(status, reason=reason, measurement=measurement, provenance=provenance),
+        predicted_ms=ms,
+        registers=count,
+        spills=count,
+        came_from=came_from,
+    )
+    assert trial_text(trial) == canonical(trial_to_plain(trial))
 
 
 def test_numbers_that_are_equal_are_told_apart():
