@@ -14,17 +14,19 @@ from autoflash.problem import Bucket, Problem, kindred_dtypes
 from autoflash.space import Config
 from autoflash.store.digest import part_text, record_digest, trial_digest
 from autoflash.store.models import RecordRow, TrialRow
-from autoflash.store.plain import (
+from autoflash.store.parts import (
     TARGET_FIELDS,
     Same,
     config_of,
     kernel_of,
     noun_of,
-    own_of_trial,
     problem_of,
+    target_of,
+)
+from autoflash.store.plain import (
+    own_of_trial,
     record_from_plain,
     record_to_plain,
-    target_of,
     trial_from_plain,
     trial_to_plain,
 )

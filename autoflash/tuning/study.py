@@ -100,9 +100,8 @@ class Study:
         self.trials: list[Trial] = []
         self.resumed = 0
         self.kernels = kernels_for(problem, runner.target)
-        self.candidates = (
-            ranked(self.kernels, problem, runner.target) if only is None else list(only)
-        )
+        ranking = ranked(self.kernels, problem, runner.target) if only is None else only
+        self.candidates = list(ranking)
         self._defaults = known.defaults(problem, runner.target, self.kernels)
         self._search: Search | None = None
         self._asked = 0
@@ -191,15 +190,11 @@ class Study:
             brute_force = self._only is not None or len(self.candidates) <= (limit or capacity)
             first = self._known_first()
             self._search = Search(self.candidates, brute_force=brute_force, first=first)
-            for trial in self._past_trials():
+            kernels = self.kernels if self._only is None else ()
+            for trial in known.past_trials(self.store, self.problem, self.runner, kernels):
                 self.resumed += 1
                 self._learn(Candidate.of(trial), trial)
         return self._search
-
-    def _past_trials(self) -> list[Trial]:
-        if self._only is not None:
-            return []
-        return known.past_trials(self.store, self.problem, self.runner, self.kernels)
 
     def _known_first(self) -> list[Candidate]:
         if self._only is not None:
