@@ -16,11 +16,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from sqlalchemy import func, insert, select
+
 from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.settings import place_of
+from autoflash.store.base import AnyStore
 from autoflash.store.collecting import paused_collector
 from autoflash.store.jsonl import dump
+from autoflash.store.models import TrialRow
 from autoflash.store.opening import open_store
 from autoflash.store.record import Measurement, Provenance, Trial, TrialStatus, TuningRecord
 from autoflash.store.sides import read_side
@@ -34,6 +38,7 @@ PROVENANCE = Provenance(
 )  # fmt: skip
 BATCH = 5000
 CROWD = 200
+ADDED_TRIALS = 20_000
 # What a serving process does before its first launch: the bucket isn't in the store, so that it
 # must look for neighbours.
 SERVING = """
@@ -89,6 +94,26 @@ def fill(add: Callable[[list], None], made: Iterator) -> float:
     return time.perf_counter() - begin
 
 
+def multiply(store: AnyStore, count: int) -> float:
+    """Copy the trials within the database, each time as another GPU's, until there are ``count``:
+    through the store that would take most of an hour."""
+    begin = time.perf_counter()
+    columns = [column for column in TrialRow.__table__.columns if column.name != "id"]
+    with store._session("copy trials") as session:
+        connection = session.connection()
+        own = connection.execute(select(func.count(), func.max(TrialRow.id))).one()
+        for copy in range(1, count // own[0]):
+            changed = {
+                "target_name": TrialRow.target_name + f" #{copy}",
+                "digest": func.substr(TrialRow.digest, 1, 58) + f"{copy:06}",
+            }
+            copied = select(*(changed.get(column.name, column) for column in columns))
+            names = [column.name for column in columns]
+            rows = copied.where(TrialRow.id <= own[1])
+            connection.execute(insert(TrialRow.__table__).from_select(names, rows))
+    return time.perf_counter() - begin
+
+
 def crowd() -> list[TuningRecord]:
     """200 records of one bucket: 20 origins that each tuned it ten times."""
     one = next(nouns(TuningRecord, 1, 1))
@@ -110,14 +135,20 @@ def crowd() -> list[TuningRecord]:
 
 
 def timed(what: str, ask: Callable[[], object], count: int) -> None:
-    """Print how long one takes, in ms."""
+    """Print how long one takes, in ms, and how much of that this process computes."""
     times = []
+    computing = time.process_time()
     for _ in range(count):
         begin = time.perf_counter()
         ask()
         times.append((time.perf_counter() - begin) * 1000)
+    mean = (time.process_time() - computing) / count * 1000
     times.sort()
-    print(f"{what}: median {times[count // 2]:.2f} ms, p99 {times[int(count * 0.99)]:.2f} ms")
+    print(
+        f"{what}: median {times[count // 2]:.2f} ms, p99 {times[int(count * 0.99)]:.2f} ms, "
+        f"computing {mean:.2f} ms",
+        flush=True,
+    )
 
 
 def starting(store: str, count: int = 9) -> float:
@@ -132,22 +163,31 @@ def starting(store: str, count: int = 9) -> float:
     return statistics.median(times)
 
 
+def fill_all(store: AnyStore, records: int, trials: int) -> None:
+    """With ``records`` and ``trials``, and the crowd."""
+    for kind, count, of_each, add in (
+        (TuningRecord, records, 2, store.add_records),
+        (Trial, min(trials, ADDED_TRIALS), 100, store.add_trials),
+    ):
+        seconds = fill(add, nouns(kind, count, of_each))
+        print(f"{count} {kind.__name__}s added in {seconds:.1f} s", flush=True)
+    seconds = multiply(store, trials)
+    print(f"{trials} Trials, copied in {seconds:.1f} s", flush=True)
+    store.add_records(crowd())
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store", help="a path, or the URL of a PostgreSQL database; it is filled")
     parser.add_argument("--empty", help="another one of the same kind, to compare start-up with")
+    parser.add_argument("--filled", action="store_true", help="it was filled by an earlier run")
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument("--trials", type=int, default=1_000_000)
     arguments = parser.parse_args()
     store = open_store(arguments.store)
-    for kind, count, of_each, add in (
-        (TuningRecord, arguments.records, 2, store.add_records),
-        (Trial, arguments.trials, 100, store.add_trials),
-    ):
-        seconds = fill(add, nouns(kind, count, of_each))
-        print(f"{count} {kind.__name__}s added in {seconds:.1f} s")
-    store.add_records(crowd())
+    if not arguments.filled:
+        fill_all(store, arguments.records, arguments.trials)
     bucket, target = crowd()[0].bucket, crowd()[0].target
     some = itertools.islice(nouns(TuningRecord, arguments.records, 2), 0, None, 97)
     asked = itertools.cycle([(record.bucket, record.target) for record in some])
@@ -162,12 +202,13 @@ def main() -> int:
         open_store(arguments.empty)
         filled, empty = starting(arguments.store), starting(arguments.empty)
         print(f"start-up to the first answer: {filled:.0f} ms, with an empty store {empty:.0f} ms")
-    begin = time.perf_counter()
+    begin, computing = time.perf_counter(), time.process_time()
     with paused_collector():
         side = read_side(place_of(arguments.store))
         dump(side.records)
     count = len(side.records)
-    print(f"export: {count} records, {count / (time.perf_counter() - begin):.0f} a second")
+    rates = count / (time.perf_counter() - begin), count / (time.process_time() - computing)
+    print(f"export: {count} records, {rates[0]:.0f} a second, {rates[1]:.0f} a second of computing")
     return 0
 
 

@@ -983,7 +983,7 @@ def test_wrong_results_are_told_as_failures(lab, store, monkeypatch):
 
 
 def test_an_interruption_before_the_search(lab, store, monkeypatch):
-    def interrupt(*unused):
+    def interrupt(*unused, **unused_too):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(store, "neighbours", interrupt)
