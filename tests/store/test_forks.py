@@ -62,7 +62,7 @@ def asked(store, path, make):
 
 
 def test_no_child_hangs_while_threads_ask(asked, make):
-    """Without the gate SQLite's own locks hang one child in five."""
+    """Without the gate SQLite's own locks hang four of the first ten children."""
 
     def work():
         try:
