@@ -9,6 +9,24 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from autoflash import cli_databases
+from autoflash.cli_problems import (
+    BatchOption,
+    CausalOption,
+    DtypeOption,
+    FileOption,
+    HeadDimOption,
+    HeadDimVOption,
+    HeadsOption,
+    KvHeadsOption,
+    ModelConfigOption,
+    SeqlenKOption,
+    SeqlenOption,
+    SeqlenQOption,
+    SeqlensOption,
+    ops_of,
+    options_given,
+    problems_given,
+)
 from autoflash.errors import AutoFlashError, InvalidInputError, StoreError
 from autoflash.problem import OPS, Problem
 from autoflash.report import (
@@ -31,11 +49,6 @@ app = typer.Typer(
 app.add_typer(cli_databases.app, name="db")
 
 _INTERRUPTED = 130
-# What says which problems are meant, but for --missed.
-_OF_PROBLEMS = (
-    "batch", "heads", "kv_heads", "seqlen", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v",
-    "dtype", "causal", "file", "model_config", "seqlens",
-)  # fmt: skip
 
 
 def main() -> NoReturn:
@@ -60,26 +73,23 @@ def main() -> NoReturn:
 @app.command()
 def tune(
     context: typer.Context,
-    batch: Annotated[str, typer.Option(help="Batch sizes: '1' or '1,8'.")] = "1",
-    heads: Annotated[str | None, typer.Option(help="Query heads.")] = None,
-    kv_heads: Annotated[str | None, typer.Option(help="Key/value heads; default: heads.")] = None,
-    seqlen: Annotated[str | None, typer.Option(help="Both lengths: '4096', '1k,4k'.")] = None,
-    seqlen_q: Annotated[str | None, typer.Option(help="Query length.")] = None,
-    seqlen_k: Annotated[str | None, typer.Option(help="Key length.")] = None,
-    head_dim: Annotated[str | None, typer.Option(help="Head dim of q and k.")] = None,
-    head_dim_v: Annotated[str | None, typer.Option(help="Head dim of v; default: same.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16 (default).")] = None,
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")
-    ] = None,
+    # problems_given reads these, down to seqlens, from the context.
+    batch: BatchOption = "1",
+    heads: HeadsOption = None,
+    kv_heads: KvHeadsOption = None,
+    seqlen: SeqlenOption = None,
+    seqlen_q: SeqlenQOption = None,
+    seqlen_k: SeqlenKOption = None,
+    head_dim: HeadDimOption = None,
+    head_dim_v: HeadDimVOption = None,
+    dtype: DtypeOption = None,
+    causal: CausalOption = None,
     op: Annotated[
         str | None, typer.Option(help="'fwd' (default; --missed: both), 'bwd' or 'fwd,bwd'.")
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Problems from a YAML or JSON file.")] = None,
-    model_config: Annotated[
-        Path | None, typer.Option(help="Problems of a Hugging Face model's config.json.")
-    ] = None,
-    seqlens: Annotated[str, typer.Option(help="Lengths for --model-config.")] = "1k,4k,16k",
+    file: FileOption = None,
+    model_config: ModelConfigOption = None,
+    seqlens: SeqlensOption = "1k,4k,16k",
     missed: Annotated[
         bool, typer.Option("--missed", help="What was called untuned (AUTOFLASH_NOTE_MISSED=1).")
     ] = False,
@@ -98,17 +108,17 @@ def tune(
     as_json: JsonFlag = False,
 ) -> None:
     """Search the best kernel of each problem and store it. Ctrl-C keeps what was found."""
-    flags = {
-        "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen, "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k, "head_dim": head_dim, "head_dim_v": head_dim_v,
-    }  # fmt: skip
     if missed:
-        _refuse_beside_missed(context)
+        if given := options_given(context):
+            raise InvalidInputError(
+                "--missed takes the problems that were called untuned: "
+                f"leave out --{given[0].replace('_', '-')}"
+            )
         problems = _missed(op, target, db, quiet=as_json)
         if not problems:
             return
     else:
-        problems = _of_ops(op, _problems(flags, batch, dtype, causal, file, model_config, seqlens))
+        problems = problems_given(context, needed=True, others=["--missed"])
     from autoflash.tuning.tune import tune as run
 
     listener = ProgressListener(errors, quiet=as_json)
@@ -230,52 +240,6 @@ def doctor(db: StoreOption = None, as_json: JsonFlag = False) -> None:
         raise typer.Exit(1)
 
 
-def _problems(
-    flags: dict[str, str | None], batch: str, dtype: str | None, causal: bool | None,
-    file: Path | None, model_config: Path | None, seqlens: str,
-) -> list[Problem]:  # fmt: skip
-    from autoflash.tuning.problems import expand, from_file, from_model_config, unique
-
-    given = {name: _split(value) for name, value in flags.items() if value is not None}
-    sources = [bool(given), file is not None, model_config is not None]
-    if sum(sources) != 1:
-        raise InvalidInputError(
-            "give one of: flags (--heads 16 --seqlen 4k --head-dim 128), --file, --model-config, "
-            "--missed"
-        )
-    if file is not None:
-        return from_file(file)
-    if model_config is not None:
-        return from_model_config(model_config, _split(seqlens), _split(batch), dtype, causal)
-    fields = {**given, "batch": _split(batch), "causal": bool(causal)}
-    return unique(expand(fields | ({"dtype": dtype} if dtype else {})))
-
-
-def _of_ops(text: str | None, problems: list[Problem]) -> list[Problem]:
-    """Each problem with each op of ``text``; as they are without one (a file may name ops)."""
-    if text is None:
-        return problems
-    found = [replace(problem, op=op) for problem in problems for op in _ops(text)]
-    return list(dict.fromkeys(found))
-
-
-def _ops(text: str) -> list[str]:
-    ops = _split(text)
-    if not ops or not set(ops) <= set(OPS):
-        raise InvalidInputError(f"--op {text!r}: must name fwd, bwd or both")
-    return ops
-
-
-def _refuse_beside_missed(context: typer.Context) -> None:
-    for name in _OF_PROBLEMS:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise InvalidInputError(
-                "--missed takes the problems that were called untuned: "
-                f"leave out --{name.replace('_', '-')}"
-            )
-
-
 def _missed(op: str | None, target: str | None, db: str | None, *, quiet: bool) -> list[Problem]:
     """What is still untuned of what was called beside the store; says how much that is."""
     from autoflash.settings import settings
@@ -284,7 +248,7 @@ def _missed(op: str | None, target: str | None, db: str | None, *, quiet: bool) 
     from autoflash.tuning.problems import from_missed
     from autoflash.tuning.tune import target_to_tune
 
-    ops = OPS if op is None else _ops(op)
+    ops = OPS if op is None else ops_of(op)
     gpu = target_to_tune(target)
     snapshot = settings()
     where = store_place(db)
@@ -309,10 +273,6 @@ def _missed(op: str | None, target: str | None, db: str | None, *, quiet: bool) 
     except StoreError as error:
         complain(f"warning: {error}")
     return problems
-
-
-def _split(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
 
 
 def _open_store(db: str | None) -> Any:

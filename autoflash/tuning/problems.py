@@ -62,10 +62,11 @@ def from_model_config(
     path: Path,
     seqlens: Sequence[int | str],
     batches: Sequence[int | str],
-    dtype: str | None = None,
+    dtypes: Sequence[str] = (),
     causal: bool | None = None,
 ) -> list[Problem]:
-    """The attention problems of a Hugging Face model: each length with each batch, as prefill.
+    """The attention problems of a Hugging Face model: each length with each batch, as prefill; in
+    each of ``dtypes`` or, without, in the model's own.
 
     Reads heads, key/value heads and head dims (also of multi-head latent attention, where q and k
     have nope + rope dims) from config.json; ``path`` is the file or its folder.
@@ -88,7 +89,7 @@ def from_model_config(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
-        "dtype": dtype or _dtype(config),
+        "dtype": list(dtypes) or _dtype(config),
         "causal": _is_causal(config) if causal is None else causal,
     }
     return unique(expand(fields))
