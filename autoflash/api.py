@@ -71,7 +71,9 @@ def attention(
     Raises:
         InvalidInputError: shapes, dtypes, devices or values that make no attention call.
         UnsupportedError: a request that no variant serves.
-        MissingRecordError: in lock mode, when this problem has no exact record.
+        MissingRecordError: in lock mode, when this problem has no exact record, or no entry of the
+            lock file; before anything is launched.
+        LockError: the lock file can't be read, or what it locks can't be run just as it was.
     """
     if (
         softcap or dropout_p or window != (-1, -1) or alibi_slopes is not None
@@ -127,11 +129,11 @@ def _unserved(**given: Any) -> UnsupportedError:
 class Explanation:
     """What would run for a call, and why.
 
-    ``how``: tuned, neighbour, predicted or default (or reference, on the CPU). ``layer``: where the
-    record came from. ``path``: the emitted file. ``tune``: the command that tunes this problem.
-    ``pipeline``: how a program of the kernel divides its work, in lines. ``expected_loss``: of a
-    neighbour's config, what it lost against the best on the other problems where it was tried, in
-    the median, as a fraction of time; None where no trial says.
+    ``how``: tuned, neighbour, predicted, default or locked (or reference, on the CPU). ``layer``:
+    where that came from: user, shipped, kernel or lock. ``path``: the emitted file. ``tune``: the
+    command that tunes this problem. ``pipeline``: how a program of the kernel divides its work, in
+    lines. ``expected_loss``: of a neighbour's config, what it lost against the best on the other
+    problems where it was tried, in the median, as a fraction of time; None where no trial says.
     """
 
     problem: str

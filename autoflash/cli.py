@@ -1,4 +1,5 @@
-"""The ``autoflash`` command: tune, show, list, bench, doctor; and ``db``, by cli_databases.py."""
+"""The ``autoflash`` command: tune, show, list, bench, doctor; lock is cli_deployment.py's, and db's
+commands are cli_databases.py's."""
 
 import json
 import sys
@@ -8,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from autoflash import cli_databases
+from autoflash import cli_databases, cli_deployment
 from autoflash.cli_problems import (
     BatchOption,
     CausalOption,
@@ -47,6 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_databases.app, name="db")
+app.command()(cli_deployment.lock)
 
 _INTERRUPTED = 130
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from autoflash.cli_db import app, exit_unless
+from autoflash.cli_deployment import coverage
 from autoflash.report import ProgressListener
 from autoflash.report_db import revalidated_as_dict, revalidated_table
 from autoflash.settings import Place, place_of
@@ -21,6 +22,8 @@ from autoflash.terminal import (
 )
 
 __all__ = ["app"]
+
+app.command()(coverage)
 
 
 @app.command()

@@ -29,6 +29,9 @@ ModelConfigOption = Annotated[
     Path | None, typer.Option(help="Problems of a Hugging Face model's config.json.")
 ]
 SeqlensOption = Annotated[str, typer.Option(help="Lengths for --model-config.")]
+OpOption = Annotated[
+    str | None, typer.Option(help="'fwd', 'bwd' or 'fwd,bwd'; default: fwd, or as the file says.")
+]
 
 _SIZES = ("heads", "kv_heads", "seqlen", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 # What says which problems are meant. --op does too, but goes with every source.
@@ -37,7 +40,12 @@ _OF_PROBLEMS = ("batch", *_SIZES, "dtype", "causal", "file", "model_config", "se
 
 def options_given(context: typer.Context) -> list[str]:
     """The options above that stand on the command line."""
-    sources = {name: context.get_parameter_source(name) for name in _OF_PROBLEMS}
+    return given(context, _OF_PROBLEMS)
+
+
+def given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """Those of the options ``names`` that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 

@@ -19,7 +19,7 @@ class Finding:
 
 def diagnose(db: Place | None = None) -> list[Finding]:
     """GPU, driver, versions, compiler, store, kernel folder; raises nothing."""
-    return [*_versions(), *_gpu(), _compiler(), *_store(db), _kernels()]
+    return [*_versions(), *_gpu(), _compiler(), *_store(db), *_lock(), _kernels()]
 
 
 def _versions() -> list[Finding]:
@@ -97,6 +97,23 @@ def _spool(url: DatabaseUrl) -> list[Finding]:
         text = f"{count} rows wait in {path}: the next tune that reaches the server brings them"
         return [Finding(state="warning", subject="spool", text=text)]
     return []
+
+
+def _lock() -> list[Finding]:
+    from autoflash.locking import faults
+    from autoflash.store.lock import load
+
+    try:
+        path = settings().lock_path
+        if path is None:
+            return []
+        lock = load(path)
+    except AutoFlashError as error:
+        return [Finding(state="error", subject="lock", text=str(error))]
+    if reasons := faults(lock):
+        return [Finding(state="error", subject="lock", text=f"{path}: {reasons[0]}")]
+    text = f"{path}, {len(lock.entries)} entries, digest {lock.digest[:12]}: nothing else is served"
+    return [Finding(state="ok", subject="lock", text=text)]
 
 
 def _kernels() -> Finding:

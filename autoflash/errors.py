@@ -34,4 +34,8 @@ class StoreError(AutoFlashError):
 
 
 class MissingRecordError(AutoFlashError, LookupError):
-    """Lock mode found no exact record for a problem."""
+    """Lock mode found no exact record, or the lock file no entry, for a problem."""
+
+
+class LockError(AutoFlashError):
+    """The lock file can't be trusted, or what it locks can't be run here just as it was."""

@@ -142,6 +142,16 @@ class Problem:
         mask = " causal" if self.causal else ""
         return f"{self.op} {self.dtype} b{self.batch} h{heads} {lengths} {dims}{mask}"
 
+    def flags(self) -> str:
+        """The options that name it on the command line."""
+        parts = [
+            f"--batch {self.batch} --heads {self.heads} --kv-heads {self.kv_heads}",
+            f"--seqlen-q {self.seqlen_q} --seqlen-k {self.seqlen_k}",
+            f"--head-dim {self.head_dim} --head-dim-v {self.head_dim_v} --dtype {self.dtype}",
+        ]
+        parts += ["--causal"] if self.causal else []
+        return " ".join(parts + ([] if self.op == "fwd" else [f"--op {self.op}"]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:

@@ -5,6 +5,7 @@
 | AUTOFLASH_DB           | the store: a path, or a PostgreSQL URL       | user data directory  |
 | AUTOFLASH_CACHE_DIR    | folder of the emitted kernel files           | user cache directory |
 | AUTOFLASH_MODE         | lookup (best known) or lock (exact only)     | lookup               |
+| AUTOFLASH_LOCK         | a lock file, which alone is served from      | none                 |
 | AUTOFLASH_WORKERS      | compiler processes while tuning              | this process's cores |
 | AUTOFLASH_SHIPPED_DB   | 0 ignores the records that ship              | 1                    |
 | AUTOFLASH_ORIGIN       | label of this host in new records            | host name            |
@@ -82,13 +83,15 @@ def place_of(text: str) -> Place:
 class Settings:
     """A snapshot of the environment.
 
-    With a ``db_url`` that is the store; beside ``db_path`` lies what stays on this host.
+    With a ``db_url`` that is the store; beside ``db_path`` lies what stays on this host. With a
+    ``lock_path`` the mode is lock.
     """
 
     db_path: Path
     db_url: DatabaseUrl | None = None
     cache_dir: Path
     mode: str
+    lock_path: Path | None
     workers: int
     use_shipped_records: bool
     origin: str
@@ -106,6 +109,7 @@ def settings() -> Settings:
     mode = os.environ.get("AUTOFLASH_MODE", "lookup")
     if mode not in MODES:
         raise InvalidInputError(f"AUTOFLASH_MODE={mode!r}: must be one of {', '.join(MODES)}")
+    lock_path = _lock_path()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     db_url = _url("AUTOFLASH_DB")
     db_path = None if db_url else _path("AUTOFLASH_DB")
@@ -113,7 +117,8 @@ def settings() -> Settings:
         db_path=db_path or _default_dir("data") / "autoflash.sqlite",
         db_url=db_url,
         cache_dir=_path("AUTOFLASH_CACHE_DIR") or _default_dir("cache") / "kernels",
-        mode=mode,
+        mode=mode if lock_path is None else "lock",
+        lock_path=lock_path,
         workers=_workers(),
         use_shipped_records=os.environ.get("AUTOFLASH_SHIPPED_DB", "1") != "0",
         origin=os.environ.get("AUTOFLASH_ORIGIN", socket.gethostname())[:64],
@@ -148,6 +153,13 @@ def _path(variable: str) -> Path | None:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise InvalidInputError(f"{variable}={text!r}: {error}") from error
+
+
+def _lock_path() -> Path | None:
+    if os.environ.get("AUTOFLASH_LOCK") == "":
+        # What was meant to lock must not be served unlocked for a variable that isn't set.
+        raise InvalidInputError("AUTOFLASH_LOCK is empty: name the lock file, or unset it")
+    return _path("AUTOFLASH_LOCK")
 
 
 def _default_dir(kind: str) -> Path:

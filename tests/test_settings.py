@@ -12,8 +12,8 @@ from autoflash.errors import InvalidInputError
 from autoflash.settings import Settings, settings
 
 VARIABLES = [
-    "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_WORKERS",
-    "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN", "AUTOFLASH_NOTE_MISSED",
+    "AUTOFLASH_DB", "AUTOFLASH_CACHE_DIR", "AUTOFLASH_MODE", "AUTOFLASH_LOCK",
+    "AUTOFLASH_WORKERS", "AUTOFLASH_SHIPPED_DB", "AUTOFLASH_ORIGIN", "AUTOFLASH_NOTE_MISSED",
     "AUTOFLASH_TEST_KERNELS",
 ]  # fmt: skip
 
@@ -33,6 +33,7 @@ def test_defaults(unset):
         db_path=unset / "data" / "autoflash" / "autoflash.sqlite",
         cache_dir=unset / "cache" / "autoflash" / "kernels",
         mode="lookup",
+        lock_path=None,
         workers=len(os.sched_getaffinity(0)),
         use_shipped_records=True,
         origin=socket.gethostname()[:64],
@@ -55,6 +56,7 @@ def test_all_set(unset, monkeypatch):
         db_path=unset / "my" / "store.sqlite",
         cache_dir=Path.cwd() / "kernels",
         mode="lock",
+        lock_path=None,
         workers=3,
         use_shipped_records=False,
         origin="x" * 64,
@@ -83,6 +85,22 @@ def test_mode_is_lookup_or_lock(monkeypatch, mode):
     with pytest.raises(InvalidInputError) as caught:
         settings()
     assert str(caught.value) == f"AUTOFLASH_MODE={mode!r}: must be one of lookup, lock"
+
+
+@pytest.mark.parametrize("mode", [None, "lookup", "lock"])
+def test_a_lock_file_locks(unset, monkeypatch, mode):
+    if mode:
+        monkeypatch.setenv("AUTOFLASH_MODE", mode)
+    monkeypatch.setenv("AUTOFLASH_LOCK", "~/some.lock")
+    assert (settings().mode, settings().lock_path) == ("lock", unset / "some.lock")
+
+
+def test_an_empty_lock_does_not_unlock(monkeypatch):
+    monkeypatch.setenv("AUTOFLASH_LOCK", "")
+    with pytest.raises(
+        InvalidInputError, match=r"^AUTOFLASH_LOCK is empty: name the lock file, or"
+    ):
+        settings()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", " 2"])

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import pprint
 from dataclasses import dataclass
 
@@ -47,6 +48,18 @@ def render(kernel: Kernel, problem: Problem, config: Config) -> Source:
         text=text,
         kernel_hash=_kernel_hash(text),
     )
+
+
+def compiled_hash(kernel: Kernel, problem: Problem, config: Config) -> str:
+    """Hash of all that the compiler is given of ``config``, in 16 hexadecimal digits: the device
+    code and, of each function, signature, constexprs and options. The same for all problems of a
+    bucket."""
+    parts = [
+        (f.name, f.language, [list(x.items()) for x in (f.signature, f.constexprs, f.options)])
+        for f in kernel.functions(problem, config)
+    ]
+    text = json.dumps([render(kernel, problem, config).kernel_hash, parts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoflash.errors import ConfigError, MissingRecordError, UnsupportedError
@@ -26,9 +27,9 @@ Lookup = Callable[[Bucket, Target, "Kernels"], "Found | None"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A kernel with its config. ``how`` is tuned, neighbour, predicted or default; ``layer`` names
-    where the record came from; ``why`` says it in a sentence. ``passing``: it stands in for a
-    better one for this call alone."""
+    """A kernel with its config. ``how`` is tuned, neighbour, predicted, default or locked;
+    ``layer`` names where it came from; ``why`` says it in a sentence. ``passing``: it stands in for
+    a better one for this call alone."""
 
     kernel: Kernel
     config: Config
@@ -38,13 +39,23 @@ class Choice:
     record: "TuningRecord | None" = None
     passing: bool = False
 
+    @property
+    def tunable(self) -> bool:
+        """Whether tuning the problem could lead to another choice."""
+        return self.how not in ("tuned", "locked")
+
 
 def choose(problem: Problem, target: Target, access: Access) -> Choice:
     """The best known choice. A record that is missing or doesn't fit leads to the default.
 
-    Raises UnsupportedError if no kernel serves the problem, and in lock mode MissingRecordError
-    if there is no exact, measured record that these tensors can use.
+    With a lock file it is what that locks, and nothing else is looked at. Raises UnsupportedError
+    if no kernel serves the problem; in lock mode MissingRecordError if there is no exact, measured
+    record that these tensors can use, or no entry of the lock file; and LockError for a lock file
+    that can't be read, or whose entry can't be run as it was.
     """
+    lock_path = settings().lock_path
+    if lock_path is not None:
+        return _locked(lock_path, problem, target, access)
     kernels_for(problem, target)
     locked = settings().mode == "lock"
     choice, obstacle = _from_records(problem, target, access, _layers(settings()).lookup)
@@ -54,6 +65,13 @@ def choose(problem: Problem, target: Target, access: Access) -> Choice:
             f"{target.name}{obstacle and f' that can be used ({obstacle})'}: "
             f"run `{tune_command(problem)}` there, or unset AUTOFLASH_MODE"
         )
+    return choice or default_choices(problem, target, access)[0]
+
+
+def serving(problem: Problem, target: Target, access: Access, lookup: Lookup) -> Choice:
+    """What serves outside lock mode, by the records that ``lookup`` finds. Raises UnsupportedError
+    if no kernel serves the problem."""
+    choice, _ = _from_records(problem, target, access, lookup)
     return choice or default_choices(problem, target, access)[0]
 
 
@@ -106,15 +124,7 @@ def default_choices(
 
 def tune_command(problem: Problem) -> str:
     """The command that tunes ``problem``."""
-    p = problem
-    parts = [
-        "autoflash tune",
-        f"--batch {p.batch} --heads {p.heads} --kv-heads {p.kv_heads}",
-        f"--seqlen-q {p.seqlen_q} --seqlen-k {p.seqlen_k}",
-        f"--head-dim {p.head_dim} --head-dim-v {p.head_dim_v} --dtype {p.dtype}",
-    ]
-    parts += ["--causal"] if p.causal else []
-    return " ".join(parts + ([] if p.op == "fwd" else [f"--op {p.op}"]))
+    return f"autoflash tune {problem.flags()}"
 
 
 def _from_records(
@@ -162,6 +172,19 @@ def _from_records(
         kernel=kernel, config=config, how=how, layer=found.layer, why=why, record=record
     )
     return choice, ""
+
+
+def _locked(path: Path, problem: Problem, target: Target, access: Access) -> Choice:
+    from autoflash.runtime.locked import locked_entry
+
+    entry, digest = locked_entry(path, problem, target, access)
+    return Choice(
+        kernel=KERNELS[entry.kernel],
+        config=entry.config,
+        how="locked",
+        layer="lock",
+        why=f"locked as {entry.how} by {path} ({digest[:12]})",
+    )
 
 
 def _passed_over(problem: Problem, reason: str) -> str:

@@ -167,6 +167,8 @@ def launcher_for(
     except _NotLoadedError:
         return _loaded(problem, target, access, device)
     except CompileError as error:
+        if settings().mode == "lock":
+            raise
         # A config that doesn't build (a record of another Triton, say) must not stop a model.
         logger.warning("%s does not build, trying the defaults: %s", choice.config, error)
         failure = error
@@ -246,7 +248,7 @@ def _log_once(choice: Choice, problem: Problem, target: Target) -> None:
     if key in _logged:
         return
     _logged.add(key)
-    hint = "" if choice.how == "tuned" else f"; to tune it: {tune_command(problem)}"
+    hint = f"; to tune it: {tune_command(problem)}" if choice.tunable else ""
     logger.info(
         "%s on %s: %s, %s (%s)%s",
         problem.label(), target.name, choice.kernel.name, choice.how, choice.why, hint,

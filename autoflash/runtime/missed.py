@@ -50,8 +50,8 @@ _calls: dict[tuple[Problem, Target], _Calls] = {}
 
 def counted(run: "Bound", choice: Choice, problem: Problem, target: Target) -> "Bound":
     """``run``, with its calls counted as missed ones of ``problem``; ``run`` itself if the choice
-    is tuned for it or nothing shall be noted."""
-    if choice.how == "tuned" or not settings().note_missed:
+    can't be bettered by a tune or nothing shall be noted."""
+    if not choice.tunable or not settings().note_missed:
         return run
     _start()
     calls = _calls.get((problem, target))

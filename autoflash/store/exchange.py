@@ -8,7 +8,7 @@ from typing import Any
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.store.digest import record_text
 from autoflash.store.plain import record_from_plain, record_to_plain
-from autoflash.store.record import TuningRecord
+from autoflash.store.record import LockEntry, TuningRecord
 
 _BY_PROBLEM = operator.attrgetter(
     *("op", "dtype", "head_dim", "head_dim_v", "causal", "seqlen_q", "seqlen_k", "batch"),
@@ -64,8 +64,12 @@ def _parse(text: str) -> list[Any]:
 def place_of(record: TuningRecord) -> tuple[Any, ...]:
     """Sort key of a record in a file for people: by GPU, problem, kernel, date."""
     # The time comes before the rest, so that a re-tune adds below what it replaces.
-    created_at = record.provenance.created_at
-    return (record.target.identity, _BY_PROBLEM(record.problem), record.kernel, created_at)
+    return (*place_of_choice(record), record.provenance.created_at)
+
+
+def place_of_choice(noun: TuningRecord | LockEntry) -> tuple[Any, ...]:
+    """The same of what kernel runs what problem where: by GPU, problem, kernel."""
+    return (noun.target.identity, _BY_PROBLEM(noun.problem), noun.kernel)
 
 
 def _block(plain: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ git changes by the lines of the records that changed. A file is read as a strang
 refused one by one, with a reason.
 """
 
-import hashlib
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from autoflash.errors import AutoFlashError, StoreError
 from autoflash.store import signing
 from autoflash.store.digest import canonical, record_digest, record_text, sha256
 from autoflash.store.exchange import place_of
+from autoflash.store.header import MAX_HEADER, Form, is_whole
 from autoflash.store.plain import record_from_plain
 from autoflash.store.record import TuningRecord, latest_stamp
 from autoflash.store.untrusted import MAX_REFUSALS, exposure, parse_object, read_bytes, refuse_stamp
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
         Ed25519PublicKey,
     )
 
-FORMAT = "autoflash-exchange"
-VERSION = 1
+FORM = Form(
+    name="autoflash-exchange",
+    version=1,
+    again="export the records again",
+    optional=frozenset({"signature"}),
+)
 # Twelve bytes for each of 200 characters of the ten texts, at worst, and the rest.
 MAX_LINE = 32 << 10
-_MAX_HEADER = 4096
-_HEADER_FIELDS = {"format", "version", "count", "digest"}
 _SIGNATURE_FIELDS = {"algorithm", "key", "value"}
 
 
@@ -71,12 +73,7 @@ class Contents:
 def dump(records: Iterable[TuningRecord], key: "Ed25519PrivateKey | None" = None) -> str:
     """The file of ``records``, signed if there is a ``key``: the same whatever their order."""
     body = "".join(_lines(records))
-    header: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "count": body.count("\n"),
-        "digest": sha256(body),
-    }
+    header = FORM.header(body)
     if key is not None:
         header["signature"] = {
             "algorithm": signing.ALGORITHM,
@@ -104,10 +101,10 @@ def parse(data: bytes, key: "Ed25519PublicKey | None" = None) -> Contents:
     as it is.
     """
     lines = io.BytesIO(data)
-    header = _header(lines.readline(_MAX_HEADER + 1))
+    header = FORM.parse(lines.readline(MAX_HEADER + 1))
     contents = Contents(digest=header["digest"])
     body = data[lines.tell() :]
-    if hashlib.sha256(body).hexdigest() != header["digest"]:
+    if not is_whole(header, body):
         contents.faults.append("the digest in the header isn't that of the lines: it was changed")
     _check_signature(header, contents, key)
     _read_records(lines, contents)
@@ -126,31 +123,6 @@ def _lines(records: Iterable[TuningRecord]) -> Iterator[str]:
         yield f'{{"digest":"{sha256(text)}",{text[1:]}\n'
 
 
-def _header(line: bytes) -> dict[str, Any]:
-    if not line:
-        raise StoreError(f"not an {FORMAT} file: it is empty")
-    try:
-        header = parse_object(line, limit=_MAX_HEADER)
-    except AutoFlashError as error:
-        raise StoreError(f"not an {FORMAT} file: its first line: {error}") from error
-    if header.get("format") != FORMAT:
-        raise StoreError(f'not an {FORMAT} file: its first line has no "format": "{FORMAT}"')
-    version = header.get("version")
-    if type(version) is not int or version != VERSION:
-        raise StoreError(
-            f"{FORMAT} version {str(version)[:80]}: this autoflash reads version {VERSION}; "
-            "upgrade autoflash, or export the records again"
-        )
-    good = (
-        set(header) - {"signature"} == _HEADER_FIELDS
-        and type(header["count"]) is int
-        and isinstance(header["digest"], str)
-    )
-    if not good:
-        raise StoreError(f"not an {FORMAT} file: its first line needs count, digest and no more")
-    return header
-
-
 def _check_signature(
     header: dict[str, Any], contents: Contents, key: "Ed25519PublicKey | None"
 ) -> None:
@@ -159,7 +131,9 @@ def _check_signature(
     if signature is not None:
         texts = isinstance(signature, dict) and set(signature) == _SIGNATURE_FIELDS
         if not texts or not all(isinstance(value, str) for value in signature.values()):
-            raise StoreError(f"not an {FORMAT} file: its signature needs algorithm, key and value")
+            raise StoreError(
+                f"not an {FORM.name} file: its signature needs algorithm, key and value"
+            )
         contents.signed_by = signature["key"] if signature["key"].isalnum() else "?"
     if key is None:
         return
@@ -168,7 +142,7 @@ def _check_signature(
         raise StoreError(f"refused: not signed; {wanted} must have signed it")
     if contents.faults:
         raise StoreError(f"refused: changed since it was signed: {contents.faults[0]}")
-    signed = canonical({name: header[name] for name in _HEADER_FIELDS})
+    signed = canonical({name: header[name] for name in FORM.fields})
     if signature["algorithm"] != signing.ALGORITHM or not signing.is_signed(
         signed, signature["value"], key
     ):

@@ -1,6 +1,7 @@
-"""Records, trials and missed calls as nested plain objects, and back from a stranger's.
+"""Records, trials, missed calls and locked configs as nested plain objects, and back from a
+stranger's.
 
-The database, the exchange files and the file of missed calls are read through it, so there is one
+The database, the exchange files, locks and the file of missed calls are read through it: one
 place that decides what a stranger may say: exact names, exact types, a kernel we have, a config of
 its space. Every refusal is an InvalidInputError or a ConfigError.
 """
@@ -11,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoflash.errors import InvalidInputError
+from autoflash.kernels import KERNELS
+from autoflash.kernels.access import ACCESSES
 from autoflash.problem import Problem
 from autoflash.store.parts import (
     TARGET_FIELDS,
@@ -25,6 +28,7 @@ from autoflash.store.parts import (
     typed,
 )
 from autoflash.store.record import (
+    LockEntry,
     Measurement,
     MissedCalls,
     Provenance,
@@ -43,6 +47,7 @@ _TRIAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Trial))
 _PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
 _MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
 _PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
+_LOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(LockEntry))
 _STATUSES = {known.value for known in TrialStatus}
 _MISSED_FIELDS = frozenset(field.name for field in dataclasses.fields(MissedCalls))
 
@@ -79,6 +84,19 @@ def missed_to_plain(missed: MissedCalls) -> dict[str, Any]:
         "target": target_to_plain(missed.target),
         "calls": missed.calls,
         "noted_at": missed.noted_at,
+    }
+
+
+def lock_entry_to_plain(entry: LockEntry) -> dict[str, Any]:
+    """Strings, numbers, dicts, a list: what ``lock_entry_from_plain`` takes."""
+    return {
+        "problem": _fields_of(entry.problem, _PROBLEM_FIELDS),
+        "target": _target_to_plain(entry.target),
+        "kernel": entry.kernel,
+        "config": dict(entry.config),
+        "access": list(entry.access),
+        "how": entry.how,
+        "source_hash": entry.source_hash,
     }
 
 
@@ -130,6 +148,26 @@ def missed_from_plain(plain: object) -> MissedCalls:
     )
 
 
+def lock_entry_from_plain(plain: object) -> LockEntry:
+    """The entry of a lock that ``plain`` describes. Raises InvalidInputError or ConfigError, too
+    for a config that can't run the tensors that it is said to be for."""
+    values = _exactly(plain, _LOCK_FIELDS, "entry")
+    names = typed("access", values["access"], list)
+    entry = LockEntry(
+        **_chosen_from_plain(values),
+        access=tuple(typed("access", name, str) for name in names),
+        how=typed("how", values["how"], str),
+        source_hash=typed("source_hash", values["source_hash"], str),
+    )
+    known = ACCESSES[entry.problem.op]
+    for name in entry.access:
+        if name not in known:
+            raise InvalidInputError(f"access {name[:80]!r}: must be one of {', '.join(known)}")
+        if KERNELS[entry.kernel].adapt(entry.config, known[name]) != entry.config:
+            raise InvalidInputError(f"{entry.kernel}: its config can't run tensors like {name!r}")
+    return entry
+
+
 def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
     return {
         "problem": problem_to_plain(noun.problem),
@@ -141,13 +179,16 @@ def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
 
 
 def _common_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return _chosen_from_plain(values) | {"provenance": _noun(Provenance, values["provenance"])}
+
+
+def _chosen_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     problem = _problem(values["problem"])
     return {
         "problem": problem,
         "target": _target(values["target"]),
         "kernel": values["kernel"],
         "config": config_of(Same(kernel_of(values["kernel"], problem).space), values["config"]),
-        "provenance": _noun(Provenance, values["provenance"]),
     }
 
 

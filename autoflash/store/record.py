@@ -18,6 +18,9 @@ MAX_MS = 1e9
 MAX_CALLS = 2**53
 METHODS = ("events", "cuda_graph", "model")
 KINDS = ("measured", "predicted")
+# How a choice came about: by an exact measured record, a neighbour's, a predicted one, or none.
+HOWS = ("tuned", "neighbour", "predicted", "default")
+_HASH = re.compile(r"[0-9a-f]{16}")
 _ARCH = {"nvidia": re.compile(r"sm_[0-9]{2,3}"), "amd": re.compile(r"gfx[0-9a-f]{3,5}")}
 
 
@@ -193,6 +196,39 @@ class MissedCalls:
         if not 1 <= self.calls <= MAX_CALLS:
             raise InvalidInputError(f"calls={self.calls!r}: must be from 1 to 2^53")
         _check_time("noted_at", self.noted_at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockEntry:
+    """What alone may run calls in the bucket of ``problem`` on ``target`` in lock mode, if their
+    tensors are like one of ``access`` (names of ``kernels.access``).
+
+    ``config`` is what is run, just as it is; ``how`` says how it was chosen; ``source_hash`` is
+    ``codegen.render.compiled_hash`` of it. Raises InvalidInputError.
+    """
+
+    problem: Problem
+    target: Target
+    kernel: str
+    config: Config
+    access: tuple[str, ...]
+    how: str
+    source_hash: str
+
+    def __post_init__(self) -> None:
+        if not self.access or list(self.access) != sorted(set(self.access)):
+            raise InvalidInputError("access: must be names, sorted, each once")
+        if self.how not in HOWS:
+            raise InvalidInputError(f"how={self.how[:80]!r}: must be one of {', '.join(HOWS)}")
+        if not _HASH.fullmatch(self.source_hash):
+            raise InvalidInputError(
+                f"source_hash={self.source_hash[:80]!r}: must be 16 hexadecimal digits"
+            )
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that is locked."""
+        return Bucket.of(self.problem)
 
 
 def time_stamp() -> str:
