@@ -79,18 +79,23 @@ def headers(lines: list[str]) -> Iterator[tuple[str, bytes]]:
     yield "a header that counts twice", twice
 
 
-def bad_values(plain: dict[str, dict[str, object]]) -> Iterator[tuple[str, str]]:
-    """One bad line each, sealed by a right digest."""
+def bad_fields(plain: dict[str, dict[str, object]]) -> Iterator[tuple[str, dict[str, object]]]:
+    """``plain`` with one value that is wrong, each of them in turn."""
     places = [(name, None) for name in plain]
     places += [(n, k) for n, part in plain.items() if isinstance(part, dict) for k in part]
     dice = random.Random(SEED)
     for outer, inner in places:
         bad = dice.choice([t for t in TYPES if not isinstance(t, str)][5:] if inner else TYPES[:4])
-        yield f"{outer}.{inner}={str(bad)[:20]!r}", resealed(changed(plain, outer, inner, bad))
+        yield f"{outer}.{inner}={str(bad)[:20]!r}", changed(plain, outer, inner, bad)
         unfit = [text for text in NASTY if text not in INERT]
         bad = dice.choice(unfit if (outer, inner) in LABELS else NASTY)
-        yield f"{outer}.{inner}={bad[:20]!r}", resealed(changed(plain, outer, inner, bad))
-        yield f"{outer}.{inner} is missing", resealed(changed(plain, outer, inner, ...))
+        yield f"{outer}.{inner}={bad[:20]!r}", changed(plain, outer, inner, bad)
+        yield f"{outer}.{inner} is missing", changed(plain, outer, inner, ...)
+
+
+def bad_values(plain: dict[str, dict[str, object]]) -> Iterator[tuple[str, str]]:
+    """One bad line each, sealed by a right digest."""
+    yield from ((name, resealed(bad)) for name, bad in bad_fields(plain))
     for name in ("median_ms", "p20_ms", "p80_ms"):
         for bad in (-1.0, 0, float("nan"), float("inf"), float("-inf"), 1e9, 1e300):
             line = resealed(changed(plain, "measurement", name, bad))
