@@ -3,7 +3,6 @@ commands are cli_databases.py's."""
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -39,7 +38,7 @@ from autoflash.report import (
     results_table,
     trials_table,
 )
-from autoflash.settings import DatabaseUrl, place_of
+from autoflash.settings import place_of
 from autoflash.terminal import JsonFlag, StoreOption, complain, console, errors, say, store_place
 
 app = typer.Typer(
@@ -252,12 +251,7 @@ def _missed(op: str | None, target: str | None, db: str | None, *, quiet: bool) 
 
     ops = OPS if op is None else ops_of(op)
     gpu = target_to_tune(target)
-    snapshot = settings()
-    where = store_place(db)
-    if isinstance(where, DatabaseUrl):
-        snapshot = replace(snapshot, db_url=where)
-    else:
-        snapshot = replace(snapshot, db_path=where, db_url=None)
+    snapshot = settings().at(store_place(db))
     path = missed_path(snapshot.db_path)
     problems = from_missed(path, gpu, Layers(snapshot), ops)
     if problems:

@@ -27,9 +27,10 @@ from autoflash.cli_problems import (
     problems_given,
     split,
 )
-from autoflash.errors import InvalidInputError, MissingRecordError
+from autoflash.errors import InvalidInputError, MissingRecordError, StoreError
 from autoflash.problem import Problem
-from autoflash.terminal import JsonFlag, StoreOption, complain, console, say
+from autoflash.settings import Settings, settings
+from autoflash.terminal import JsonFlag, StoreOption, complain, console, say, store_place
 
 RequireOption = Annotated[
     str, typer.Option(help="The least level: exact, neighbour, predicted or missing (none).")
@@ -72,16 +73,15 @@ def coverage(
         named_targets,
         problems_of,
         reaches,
-        snapshot_of,
         stored_records,
         targets_of,
     )
     from autoflash.report_coverage import coverage_as_dict, coverage_table
-    from autoflash.store.layers import Layers
+    from autoflash.store.layers import SureLayers
 
     check_level(require)
     problems = problems_given(context)
-    snapshot = snapshot_of(db)
+    snapshot = _snapshot(db)
     own, shipped = stored_records(snapshot)
     # What ships is of GPUs that a team may never see.
     of_store = own or shipped
@@ -92,7 +92,7 @@ def coverage(
             "nothing to cover: the store has no records that name problems and GPUs; give "
             "problems (such as --model-config) and --target"
         )
-    cells = cover(problems, targets, Layers(snapshot), deterministic=deterministic)
+    cells = cover(problems, targets, SureLayers(snapshot), deterministic=deterministic)
     met = all(reaches(cell.level, require) for cell in cells)
     if as_json:
         typer.echo(json.dumps(coverage_as_dict(cells, require, met), indent=1))
@@ -172,17 +172,17 @@ def _entries(
     target: str | None,
     require: str,
     deterministic: bool,
-    db: Path | None,
+    db: str | None,
 ) -> list[Any]:
     """What serves now, of ``problems`` or of the records of each target."""
-    from autoflash.coverage import named_targets, snapshot_of, stored_records
+    from autoflash.coverage import named_targets, stored_records
     from autoflash.locking import freeze
-    from autoflash.store.layers import Layers
+    from autoflash.store.layers import SureLayers
     from autoflash.tuning.tune import target_to_tune
 
-    snapshot = snapshot_of(db)
+    snapshot = _snapshot(db)
     records = [record for side in stored_records(snapshot) for record in side]
-    lookup = functools.cache(Layers(snapshot).lookup)
+    lookup = functools.cache(SureLayers(snapshot).lookup)
     targets = named_targets(split(target), records) if target else [target_to_tune(None)]
     entries, below = [], []
     for gpu in targets:
@@ -203,6 +203,15 @@ def _entries(
             "(such as --model-config), or `autoflash tune` them first"
         )
     return entries
+
+
+def _snapshot(db: str | None) -> Settings:
+    """The settings, with the store that --db names. Raises StoreError if that is a file that isn't
+    there."""
+    where = store_place(db)
+    if db is not None and isinstance(where, Path) and not where.exists():
+        raise StoreError(f"{where}: is not there")
+    return settings().at(where)
 
 
 def _check(

@@ -5,17 +5,16 @@ import functools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from autoflash.errors import InvalidInputError, StoreError, UnsupportedError
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Bucket, Problem
 from autoflash.runtime.choose import Choice, serving
-from autoflash.settings import Settings, settings
+from autoflash.settings import DatabaseUrl, Settings
 from autoflash.store.layers import Layers
+from autoflash.store.opening import open_store
 from autoflash.store.record import LockEntry, TuningRecord
 from autoflash.store.shipped import all_shipped_records
-from autoflash.store.store import Store
 from autoflash.target import NAMED_TARGETS, Target
 
 # Best first. What no record helps with is missing: the kernel's default serves it.
@@ -80,24 +79,15 @@ def cover(
     return cells
 
 
-def snapshot_of(db: Path | None) -> Settings:
-    """The settings, with ``db`` as the user's store. Raises StoreError if that isn't there."""
-    snapshot = settings()
-    if db is None:
-        return snapshot
-    if not db.exists():
-        raise StoreError(f"{db}: is not there")
-    return dataclasses.replace(snapshot, db_path=db)
-
-
 def stored_records(snapshot: Settings) -> tuple[list[TuningRecord], list[TuningRecord]]:
     """The records of the user's store, and those that ship. Raises StoreError for a store or a file
     that can't be read: what is decided by them must not be decided without them."""
+    where = snapshot.db
     try:
-        present = snapshot.db_path.exists()
+        present = isinstance(where, DatabaseUrl) or where.exists()
     except OSError as error:
-        raise StoreError(f"{snapshot.db_path}: can't be looked at: {error}") from error
-    own = Store(snapshot.db_path, read_only=True).records() if present else []
+        raise StoreError(f"{where}: can't be looked at: {error}") from error
+    own = open_store(where, read_only=True).records() if present else []
     return own, all_shipped_records() if snapshot.use_shipped_records else []
 
 

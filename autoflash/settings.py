@@ -17,7 +17,7 @@
 import os
 import socket
 import urllib.parse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autoflash.errors import InvalidInputError
@@ -102,6 +102,13 @@ class Settings:
     def db(self) -> Place:
         """The user's store."""
         return self.db_url or self.db_path
+
+    def at(self, store: Place) -> "Settings":
+        """The same with another user's store; what stays on this host lies where it lay if that is
+        a server."""
+        if isinstance(store, DatabaseUrl):
+            return replace(self, db_url=store)
+        return replace(self, db_path=store, db_url=None)
 
 
 def settings() -> Settings:

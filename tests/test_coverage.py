@@ -17,9 +17,10 @@ from autoflash.coverage import (
 )
 from autoflash.errors import InvalidInputError, StoreError
 from autoflash.kernels import KERNELS
-from autoflash.problem import Problem
+from autoflash.problem import Bucket, Problem
 from autoflash.settings import settings
-from autoflash.store.layers import Layers
+from autoflash.store.layers import Layers, SureLayers
+from autoflash.store.postgres import PostgresStore
 from autoflash.store.record import Measurement, TrialStatus
 from autoflash.store.store import Store
 from autoflash.target import named_target
@@ -146,6 +147,27 @@ def test_records_that_can_not_be_read_are_an_error(store):
     shutil.copyfile(__file__, store.path)
     with pytest.raises(StoreError):
         stored_records(settings())
+
+
+@pytest.mark.parametrize("on_a_server", [False, True], ids=["file", "server"])
+def test_sure_layers_answer_or_raise(store, request, on_a_server):
+    """Serving goes on without what it can't read, or a server that is late; this doesn't."""
+    if on_a_server:
+        store = PostgresStore(request.getfixturevalue("url"))
+    where = store.url if on_a_server else store.path
+    store.add_records([record_of(), record_of(problem=FAR)])
+    layers = SureLayers(settings().at(where))
+    assert layers.lookup(record_of().bucket, H200).record == record_of()
+    assert layers.lookup(Bucket.of(NEAR), H200).how == "neighbour"
+    assert layers.losses(record_of()) == []
+    own, shipped = stored_records(settings().at(where))
+    assert (len(own), shipped) == (2, [])
+    if on_a_server:
+        where = dataclasses.replace(where, with_password=where.with_password + "_gone")
+    else:
+        shutil.copyfile(__file__, where)
+    with pytest.raises(StoreError, match="the user records: "):
+        SureLayers(settings().at(where)).lookup(record_of().bucket, H200)
 
 
 # --- the command

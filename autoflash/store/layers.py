@@ -18,8 +18,8 @@ from autoflash.store.shipped import ShippedRecords, shipped_folder
 from autoflash.target import Target
 
 if TYPE_CHECKING:
+    from autoflash.store.base import AnyStore
     from autoflash.store.remote import RemoteRecords
-    from autoflash.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Layers:
         """
         snapshot = snapshot or settings()
         self._db = snapshot.db
-        self._user: Store | RemoteRecords | None = None
+        self._user: AnyStore | RemoteRecords | None = None
         self._shipped: Source | None = None
         if snapshot.use_shipped_records:
             self._shipped = ShippedRecords(shipped or shipped_folder())
@@ -104,7 +104,7 @@ class Layers:
             except StoreError as error:
                 self._warn(layer, error)
 
-    def _open_user(self) -> "Store | RemoteRecords | None":
+    def _open_user(self) -> "AnyStore | RemoteRecords | None":
         if self._user is not None:
             return self._user
         # A child that is forked while this imports would wait for the import for ever.
@@ -123,6 +123,21 @@ class Layers:
         if layer not in self._warned:
             self._warned.add(layer)
             logger.warning("going on without the %s records: %s", layer, error)
+
+
+class SureLayers(Layers):
+    """Layers for what must not be decided without one of them: they wait for a server, and what
+    can't be read is a StoreError."""
+
+    def _open_user(self) -> "AnyStore | RemoteRecords | None":
+        if self._user is None and (isinstance(self._db, DatabaseUrl) or _is_there(self._db)):
+            from autoflash.store.opening import open_store
+
+            self._user = open_store(self._db, read_only=True)
+        return self._user
+
+    def _warn(self, layer: str, error: StoreError) -> None:
+        raise StoreError(f"the {layer} records: {error}") from error
 
 
 def _is_there(path: Path) -> bool:
