@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 
     def launcher_for(problem, target, access, device):
         seen.asked.append((problem, access))
-        choice = SimpleNamespace(how="tuned", passing=False)
+        choice = SimpleNamespace(tunable=False, passing=False)
         return SimpleNamespace(kernel=KERNELS["flash_bwd"], bind=bind), choice
 
     monkeypatch.setattr(dispatch_bwd, "launcher_for", launcher_for)
