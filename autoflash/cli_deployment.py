@@ -28,7 +28,7 @@ from autoflash.cli_problems import (
     split,
 )
 from autoflash.errors import InvalidInputError, MissingRecordError, StoreError
-from autoflash.problem import Problem
+from autoflash.problem import OPS, Problem
 from autoflash.settings import Settings, settings
 from autoflash.terminal import JsonFlag, StoreOption, complain, console, say, store_place
 
@@ -81,12 +81,13 @@ def coverage(
 
     check_level(require)
     problems = problems_given(context)
+    ops = OPS if op is None else ops_of(op)
     snapshot = _snapshot(db)
     own, shipped = stored_records(snapshot)
     # What ships is of GPUs that a team may never see.
     of_store = own or shipped
     targets = named_targets(split(target), [*own, *shipped]) if target else targets_of(of_store)
-    problems = problems or [p for p in problems_of(of_store) if op is None or p.op in ops_of(op)]
+    problems = problems or [p for p in problems_of(of_store) if p.op in ops]
     if not problems or not targets:
         raise InvalidInputError(
             "nothing to cover: the store has no records that name problems and GPUs; give "
@@ -180,6 +181,7 @@ def _entries(
     from autoflash.store.layers import SureLayers
     from autoflash.tuning.tune import target_to_tune
 
+    ops = OPS if op is None else ops_of(op)
     snapshot = _snapshot(db)
     records = [record for side in stored_records(snapshot) for record in side]
     lookup = functools.cache(SureLayers(snapshot).lookup)
@@ -187,7 +189,7 @@ def _entries(
     entries, below = [], []
     for gpu in targets:
         own = [r.problem for r in records if r.target.identity == gpu.identity]
-        asked = problems or [p for p in own if op is None or p.op in ops_of(op)]
+        asked = problems or [p for p in own if p.op in ops]
         frozen = freeze(asked, gpu, lookup, require, deterministic=deterministic)
         entries += frozen.entries
         below += frozen.below

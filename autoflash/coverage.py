@@ -12,7 +12,6 @@ from autoflash.problem import Bucket, Problem
 from autoflash.runtime.choose import Choice, serving
 from autoflash.settings import DatabaseUrl, Settings
 from autoflash.store.layers import Layers
-from autoflash.store.opening import open_store
 from autoflash.store.record import LockEntry, TuningRecord
 from autoflash.store.shipped import all_shipped_records
 from autoflash.target import NAMED_TARGETS, Target
@@ -82,6 +81,9 @@ def cover(
 def stored_records(snapshot: Settings) -> tuple[list[TuningRecord], list[TuningRecord]]:
     """The records of the user's store, and those that ship. Raises StoreError for a store or a file
     that can't be read: what is decided by them must not be decided without them."""
+    # It loads SQLAlchemy, which most commands don't need.
+    from autoflash.store.opening import open_store
+
     where = snapshot.db
     try:
         present = isinstance(where, DatabaseUrl) or where.exists()
