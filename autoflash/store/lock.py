@@ -69,10 +69,9 @@ def dump(entries: Iterable[LockEntry], versions: Mapping[str, str]) -> str:
     answer the same call."""
     known = list(entries)
     _refuse_twice(known)
-    plains = sorted(
-        map(lock_entry_to_plain, known), key=lambda p: (*place_of_choice(p), canonical(p))
-    )
-    body = "".join(canonical(plain) + "\n" for plain in plains)
+    # The text decides between what differs in nothing but tensors.
+    told = sorted((place_of_choice(e), canonical(lock_entry_to_plain(e))) for e in known)
+    body = "".join(text + "\n" for _, text in told)
     return canonical(FORM.header(body, versions=dict(versions))) + "\n" + body
 
 

@@ -90,8 +90,8 @@ def missed_to_plain(missed: MissedCalls) -> dict[str, Any]:
 def lock_entry_to_plain(entry: LockEntry) -> dict[str, Any]:
     """Strings, numbers, dicts, a list: what ``lock_entry_from_plain`` takes."""
     return {
-        "problem": _fields_of(entry.problem, _PROBLEM_FIELDS),
-        "target": _target_to_plain(entry.target),
+        "problem": problem_to_plain(entry.problem),
+        "target": target_to_plain(entry.target),
         "kernel": entry.kernel,
         "config": dict(entry.config),
         "access": list(entry.access),
