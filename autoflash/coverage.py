@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoflash.errors import InvalidInputError, StoreError, UnsupportedError
+from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Bucket, Problem
 from autoflash.runtime.choose import Choice, serving
 from autoflash.settings import DatabaseUrl, Settings
-from autoflash.store.layers import Layers
+from autoflash.store.layers import Layers, is_there
 from autoflash.store.record import LockEntry, TuningRecord
 from autoflash.store.shipped import all_shipped_records
 from autoflash.target import NAMED_TARGETS, Target
@@ -79,17 +79,15 @@ def cover(
 
 
 def stored_records(snapshot: Settings) -> tuple[list[TuningRecord], list[TuningRecord]]:
-    """The records of the user's store, and those that ship. Raises StoreError for a store or a file
-    that can't be read: what is decided by them must not be decided without them."""
+    """The records of the user's store and the site's, and those that ship. Raises StoreError for a
+    store or a file that can't be read: what is decided by them must not be decided without them."""
     # It loads SQLAlchemy, which most commands don't need.
     from autoflash.store.opening import open_store
 
-    where = snapshot.db
-    try:
-        present = isinstance(where, DatabaseUrl) or where.exists()
-    except OSError as error:
-        raise StoreError(f"{where}: can't be looked at: {error}") from error
-    own = open_store(where, read_only=True).records() if present else []
+    own: list[TuningRecord] = []
+    for layer, where in snapshot.stores().items():
+        if isinstance(where, DatabaseUrl) or is_there(layer, where):
+            own += open_store(where, read_only=True).records()
     return own, all_shipped_records() if snapshot.use_shipped_records else []
 
 

@@ -68,23 +68,39 @@ def _compiler() -> Finding:
 
 
 def _store(db: Place | None) -> list[Finding]:
-    from autoflash.store.opening import open_store
     from autoflash.store.shipped import all_shipped_records
 
     findings: list[Finding] = []
     try:
         shipped = len(all_shipped_records())
         findings = [Finding(state="ok", subject="shipped", text=f"{shipped} records")]
-        where = db or settings().db
-        if isinstance(where, Path) and not where.exists():
-            text = f"{where} is not there yet: the first tune makes it"
-            return [*findings, Finding(state="ok", subject="store", text=text)]
-        if isinstance(where, DatabaseUrl):
-            findings += _spool(where)
-        count = len(open_store(where, read_only=True).records())
+        stores = settings().stores()
     except AutoFlashError as error:
         return [*findings, Finding(state="error", subject="store", text=str(error))]
-    return [*findings, Finding(state="ok", subject="store", text=f"{where}, {count} records")]
+    findings += _records("store", db or stores["user"])
+    return findings + (_records("site", stores["site"]) if "site" in stores else [])
+
+
+def _records(subject: str, where: Place) -> list[Finding]:
+    from autoflash.store.layers import is_there
+    from autoflash.store.mounts import network_filesystem
+    from autoflash.store.opening import open_store
+
+    findings: list[Finding] = []
+    kind = None
+    try:
+        if isinstance(where, DatabaseUrl):
+            findings += _spool(where) if subject == "store" else []
+        elif not is_there(subject, where):
+            text = f"{where} is not there yet: the first tune makes it"
+            return [Finding(state="ok", subject=subject, text=text)]
+        else:
+            kind = network_filesystem(where)
+        count = len(open_store(where, read_only=True).records())
+    except AutoFlashError as error:
+        return [*findings, Finding(state="error", subject=subject, text=str(error))]
+    text = f"{where}, {count} records" + (f", on {kind} (across a network)" if kind else "")
+    return [*findings, Finding(state="ok", subject=subject, text=text)]
 
 
 def _spool(url: DatabaseUrl) -> list[Finding]:

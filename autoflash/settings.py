@@ -3,6 +3,7 @@
 | variable               | meaning                                      | default              |
 |------------------------|----------------------------------------------|----------------------|
 | AUTOFLASH_DB           | the store: a path, or a PostgreSQL URL       | user data directory  |
+| AUTOFLASH_SITE_DB      | a database that is only read, path or URL    | none                 |
 | AUTOFLASH_CACHE_DIR    | folder of the emitted kernel files           | user cache directory |
 | AUTOFLASH_MODE         | lookup (best known) or lock (exact only)     | lookup               |
 | AUTOFLASH_LOCK         | a lock file, which alone is served from      | none                 |
@@ -83,12 +84,13 @@ def place_of(text: str) -> Place:
 class Settings:
     """A snapshot of the environment.
 
-    With a ``db_url`` that is the store; beside ``db_path`` lies what stays on this host. With a
-    ``lock_path`` the mode is lock.
+    With a ``db_url`` that is the store; beside ``db_path`` lies what stays on this host. A
+    ``site_db`` is one that others fill. With a ``lock_path`` the mode is lock.
     """
 
     db_path: Path
     db_url: DatabaseUrl | None = None
+    site_db: Place | None = None
     cache_dir: Path
     mode: str
     lock_path: Path | None
@@ -102,6 +104,10 @@ class Settings:
     def db(self) -> Place:
         """The user's store."""
         return self.db_url or self.db_path
+
+    def stores(self) -> dict[str, Place]:
+        """The databases to serve from, by layer, the first one first."""
+        return {"user": self.db} | ({} if self.site_db is None else {"site": self.site_db})
 
     def at(self, store: Place) -> "Settings":
         """The same with another user's store; what stays on this host lies where it lay if that is
@@ -123,6 +129,7 @@ def settings() -> Settings:
     return Settings(
         db_path=db_path or _default_dir("data") / "autoflash.sqlite",
         db_url=db_url,
+        site_db=_url("AUTOFLASH_SITE_DB") or _path("AUTOFLASH_SITE_DB"),
         cache_dir=_path("AUTOFLASH_CACHE_DIR") or _default_dir("cache") / "kernels",
         mode=mode if lock_path is None else "lock",
         lock_path=lock_path,

@@ -46,7 +46,7 @@ def isolated(
 ) -> None:
     """AUTOFLASH_* point into temporary folders; nothing of the caller's settings leaks in."""
     for variable in (
-        *("AUTOFLASH_MODE", "AUTOFLASH_LOCK", "AUTOFLASH_WORKERS"),
+        *("AUTOFLASH_MODE", "AUTOFLASH_LOCK", "AUTOFLASH_WORKERS", "AUTOFLASH_SITE_DB"),
         *("AUTOFLASH_NOTE_MISSED", "AUTOFLASH_TEST_KERNELS"),
     ):
         monkeypatch.delenv(variable, raising=False)

@@ -689,6 +689,26 @@ def test_doctor_counts_the_records(stored):
     assert store["text"] == f"{settings().db_path}, 4 records"
 
 
+def test_doctor_looks_at_the_sites_database(stored, monkeypatch, tmp_path):
+    site = tmp_path / "site.sqlite"
+    monkeypatch.setenv("AUTOFLASH_SITE_DB", str(site))
+    findings = {one["subject"]: one for one in autoflash("doctor", "--json").json}
+    assert findings["site"]["state"] == "error"
+    assert findings["site"]["text"] == f"{site}: is not there; AUTOFLASH_SITE_DB names it"
+    settings().db_path.rename(site)
+    findings = {one["subject"]: one for one in autoflash("doctor", "--json").json}
+    assert findings["site"]["text"] == f"{site}, 4 records"
+    assert findings["store"]["text"].endswith("is not there yet: the first tune makes it")
+
+
+def test_doctor_says_what_lies_across_a_network(stored, monkeypatch, tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text("1 1 0:1 / / rw - nfs4 server:/x rw\n", encoding="utf-8")
+    monkeypatch.setattr("autoflash.store.mounts._MOUNTS", table)
+    (store,) = [one for one in autoflash("doctor", "--json").json if one["subject"] == "store"]
+    assert store["text"] == f"{settings().db_path}, 4 records, on nfs4 (across a network)"
+
+
 def test_doctor_finds_what_is_broken(monkeypatch, no_gpu, tmp_path):
     settings().db_path.write_bytes(b"hello" * 99)
     blocked = tmp_path / "file"

@@ -1,29 +1,27 @@
-"""What serving looks records up in: the user's store, then the records that ship."""
+"""What serving looks records up in: the user's store, the site's, then the records that ship."""
 
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from autoflash.errors import StoreError
 from autoflash.problem import Bucket
-from autoflash.settings import DatabaseUrl, Settings, settings
+from autoflash.settings import DatabaseUrl, Place, Settings, settings
 from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels, evidence_order
 from autoflash.store.forks import gate
+from autoflash.store.mounts import network_filesystem
 from autoflash.store.record import TuningRecord
 from autoflash.store.shipped import ShippedRecords, shipped_folder
 from autoflash.target import Target
 
-if TYPE_CHECKING:
-    from autoflash.store.base import AnyStore
-    from autoflash.store.remote import RemoteRecords
-
 logger = logging.getLogger(__name__)
 
-_ORDER = ("user", "shipped")
+# Of records that are equally good the first layer's serves.
+LAYERS = ("user", "site", "shipped")
 
 
 class Source(Protocol):
@@ -32,12 +30,15 @@ class Source(Protocol):
     def answer(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Answer:
         """What it has, by records of ``kernels`` alone if given. May raise StoreError."""
 
+    def losses(self, record: TuningRecord) -> list[float]:
+        """See ``AnyStore.losses``. May raise StoreError."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A record, and how it was found.
 
-    ``layer`` is 'user' or 'shipped'. ``how`` is 'exact'; 'neighbour' (of another bucket, or of this
+    ``layer`` is one of LAYERS. ``how`` is 'exact'; 'neighbour' (of another bucket, or of this
     bucket on another target of the arch: compare ``record.target``); or 'predicted'. ``distance``
     is ``Bucket.distance``, in octaves of size.
     """
@@ -52,8 +53,8 @@ class Layers:
     """Looks a bucket up in every layer; never raises, never writes, never loads Alembic.
 
     Owns no connection to a file, may be shared by threads and used after a fork. A layer that can't
-    be read is skipped, with one warning; of a server that can't, the last answers stand. The user's
-    file may appear while the process runs.
+    be read is skipped, with one warning; of one across a network the last answers stand. A file may
+    appear while the process runs.
     """
 
     def __init__(self, snapshot: Settings | None = None, *, shipped: Path | None = None) -> None:
@@ -62,11 +63,10 @@ class Layers:
         ``shipped`` is another folder than the package's. Keep a Layers: it reads a file only once.
         """
         snapshot = snapshot or settings()
-        self._db = snapshot.db
-        self._user: AnyStore | RemoteRecords | None = None
-        self._shipped: Source | None = None
+        self._places = snapshot.stores()
+        self._sources: dict[str, Source] = {}
         if snapshot.use_shipped_records:
-            self._shipped = ShippedRecords(shipped or shipped_folder())
+            self._sources["shipped"] = ShippedRecords(shipped or shipped_folder())
         self._warned: set[str] = set()
 
     def lookup(self, bucket: Bucket, target: Target, kernels: Kernels = None) -> Found | None:
@@ -74,7 +74,7 @@ class Layers:
 
         An exact measured one, else the nearest measured one of the target, else a measured one of
         this bucket on another target of the arch, else an exact predicted one. A clean record goes
-        before a noisy one, then the user's before a shipped one, then the newest, then the fastest.
+        before a noisy one, then a layer before the next, then the newest, then the fastest.
         """
         exact, neighbours, siblings = [], [], []
         for layer, answer in self._answers(bucket, target, kernels):
@@ -85,39 +85,49 @@ class Layers:
         return _first(measured) or _first(neighbours) or _first(siblings) or _first(exact)
 
     def losses(self, record: TuningRecord) -> list[float]:
-        """``Store.losses`` by the trials of the user's store; none if it can't be read."""
-        try:
-            user = self._open_user()
-            return user.losses(record) if user else []
-        except StoreError as error:
-            self._warn("user", error)
-            return []
+        """``AnyStore.losses`` by the trials of every layer; none of what can't be read."""
+        found: list[float] = []
+        for layer in LAYERS:
+            try:
+                source = self._source(layer)
+                found += source.losses(record) if source else []
+            except StoreError as error:
+                self._warn(layer, error)
+        return sorted(found)
 
     def _answers(
         self, bucket: Bucket, target: Target, kernels: Kernels
     ) -> Iterator[tuple[str, Answer]]:
-        for layer in _ORDER:
+        for layer in LAYERS:
             try:
-                source = self._open_user() if layer == "user" else self._shipped
+                source = self._source(layer)
                 if source is not None:
                     yield layer, source.answer(bucket, target, kernels)
             except StoreError as error:
                 self._warn(layer, error)
 
-    def _open_user(self) -> "AnyStore | RemoteRecords | None":
-        if self._user is not None:
-            return self._user
-        # A child that is forked while this imports would wait for the import for ever.
-        with gate.question():
-            if isinstance(self._db, DatabaseUrl):
-                from autoflash.store.remote import RemoteRecords
+    def _source(self, layer: str) -> Source | None:
+        """What answers for ``layer``; None if there is nothing."""
+        place = self._places.get(layer)
+        if layer not in self._sources and place is not None:
+            # A child that is forked while this imports would wait for the import for ever.
+            with gate.question():
+                opened = self._open(layer, place)
+            if opened is None:
+                return None
+            self._sources[layer] = opened
+        return self._sources.get(layer)
 
-                self._user = RemoteRecords(self._db, partial(self._warn, "user"))
-            elif _is_there(self._db):
-                from autoflash.store.store import Store
+    def _open(self, layer: str, place: Place) -> Source | None:
+        if isinstance(place, DatabaseUrl) or network_filesystem(place):
+            from autoflash.store.remote import RemoteRecords
 
-                self._user = Store(self._db, read_only=True)
-        return self._user
+            return RemoteRecords(place, partial(self._warn, layer))
+        if not is_there(layer, place):
+            return None
+        from autoflash.store.store import Store
+
+        return Store(place, read_only=True)
 
     def _warn(self, layer: str, error: StoreError) -> None:
         if layer not in self._warned:
@@ -129,23 +139,26 @@ class SureLayers(Layers):
     """Layers for what must not be decided without one of them: they wait for a server, and what
     can't be read is a StoreError."""
 
-    def _open_user(self) -> "AnyStore | RemoteRecords | None":
-        if self._user is None and (isinstance(self._db, DatabaseUrl) or _is_there(self._db)):
-            from autoflash.store.opening import open_store
+    def _open(self, layer: str, place: Place) -> Source | None:
+        if not isinstance(place, DatabaseUrl) and not is_there(layer, place):
+            return None
+        from autoflash.store.opening import open_store
 
-            self._user = open_store(self._db, read_only=True)
-        return self._user
+        return open_store(place, read_only=True)
 
     def _warn(self, layer: str, error: StoreError) -> None:
         raise StoreError(f"the {layer} records: {error}") from error
 
 
-def _is_there(path: Path) -> bool:
-    """A file that isn't there is no reason to load SQLAlchemy."""
+def is_there(layer: str, path: Path) -> bool:
+    """A file that isn't there is no reason to load SQLAlchemy; a site's that isn't is told of."""
     try:
-        return path.exists()
+        there = path.exists()
     except OSError as error:
         raise StoreError(f"{path}: can't be looked at: {error}") from error
+    if not there and layer == "site":
+        raise StoreError(f"{path}: is not there; AUTOFLASH_SITE_DB names it")
+    return there
 
 
 def _found(record: TuningRecord | None, layer: str, how: str, bucket: Bucket) -> list[Found]:
@@ -160,6 +173,6 @@ def _found(record: TuningRecord | None, layer: str, how: str, bucket: Bucket) ->
 def _first(found: Iterable[Found]) -> Found | None:
     def rank(one: Found) -> tuple[object, ...]:
         predicted, noisy, *rest = evidence_order(one.record)
-        return (one.distance, predicted, noisy, _ORDER.index(one.layer), *rest)
+        return (one.distance, predicted, noisy, LAYERS.index(one.layer), *rest)
 
     return min(found, key=rank, default=None)

@@ -11,6 +11,7 @@ import sqlite3
 from pathlib import Path
 
 from autoflash.errors import StoreError
+from autoflash.store.mounts import network_filesystem
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,28 @@ READ_TIMEOUT_S = 0.025
 WRITE_TIMEOUT_S = 5.0
 
 
+# Across a network SQLite's locks may hang: who only reads takes none at all, and who writes takes
+# ``network_lock`` instead.
+_ACROSS_A_NETWORK = {
+    "mode=ro": "immutable=1",
+    "mode=rw": "mode=rw&nolock=1",
+    "mode=rwc": "mode=rwc&nolock=1",
+}
+
+
 def uri(path: Path, mode: str) -> str:
-    """``path`` as an SQLite URI; ``mode`` is 'mode=ro', 'mode=rw' or 'immutable=1'."""
+    """``path`` as an SQLite URI; ``mode`` is 'mode=ro', 'mode=rw', 'mode=rwc' or 'immutable=1'."""
+    if network_filesystem(path):
+        mode = _ACROSS_A_NETWORK.get(mode, mode)
     return f"{path.as_uri()}?{mode}"
+
+
+def journal_pragmas(path: Path) -> tuple[str, ...]:
+    """What a connection that writes to ``path`` must say first. Processes of several hosts have no
+    memory to share, which a WAL needs."""
+    if network_filesystem(path):
+        return ("journal_mode=DELETE", "synchronous=FULL")
+    return ("journal_mode=WAL", "synchronous=NORMAL")
 
 
 def connect(database_uri: str, timeout_s: float) -> sqlite3.Connection:

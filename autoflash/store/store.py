@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ from autoflash.errors import StoreError
 from autoflash.store import schema
 from autoflash.store.base import AnyStore
 from autoflash.store.forks import gate
+from autoflash.store.mounts import network_filesystem
+from autoflash.store.network_lock import network_lock
 from autoflash.store.upgrade import prepare_for_writing
 
 T = TypeVar("T")
@@ -21,7 +23,9 @@ T = TypeVar("T")
 class Store(AnyStore):
     """A store in one SQLite file.
 
-    It owns no open connection: each method opens one, and closes it before it returns.
+    It owns no open connection: each method opens one, and closes it before it returns. On a network
+    file system there is no WAL and no lock that could hang: readers see what is there, and who
+    writes (or reads what it may write to) does so alone.
     """
 
     _failures = (*AnyStore._failures, *schema.DATABASE_ERRORS)
@@ -34,6 +38,8 @@ class Store(AnyStore):
         """
         self.path = Path(path).expanduser().absolute()
         super().__init__(str(self.path), read_only=read_only)
+        self._across_a_network = network_filesystem(self.path) is not None
+        self._pragmas: tuple[str, ...] = ("foreign_keys=ON",)
         # Until a stranger's text turns out not to be.
         self._all_is_utf8 = True
         if read_only:
@@ -42,6 +48,7 @@ class Store(AnyStore):
         else:
             with gate.question():
                 prepare_for_writing(self.path)
+            self._pragmas += schema.journal_pragmas(self.path)
             # rw, not rwc: a file that goes away is an error, not an empty database.
             self._uri = schema.uri(self.path, "mode=rw")
             self.schema_version = schema.SCHEMA_VERSIONS[-1]
@@ -69,8 +76,14 @@ class Store(AnyStore):
 
     @contextmanager
     def _session(self, action: str) -> Iterator[Session]:
-        with gate.question(), super()._session(action) as session:
+        with gate.question(), self._alone(), super()._session(action) as session:
             yield session
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """SQLite sees to it by itself, but not across a network."""
+        if self.read_only or not self._across_a_network:
+            return nullcontext()
+        return network_lock(self.path, schema.WRITE_TIMEOUT_S)
 
     def _ask(self, question: Callable[[Connection], T], action: str) -> T:
         try:
@@ -83,8 +96,5 @@ class Store(AnyStore):
         return super()._ask(question, action)
 
     def _configure(self, connection: sqlite3.Connection, _: object) -> None:
-        pragmas = ["foreign_keys=ON"]
-        if not self.read_only:
-            pragmas += ["journal_mode=WAL", "synchronous=NORMAL"]
-        for pragma in pragmas:
+        for pragma in self._pragmas:
             connection.execute(f"PRAGMA {pragma}").close()

@@ -3,7 +3,9 @@
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from autoflash.errors import StoreError
 from autoflash.store import schema
+from autoflash.store.mounts import network_filesystem
+from autoflash.store.network_lock import network_lock
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -28,16 +32,24 @@ def prepare_for_writing(path: Path) -> None:
 
     Alembic and the lock are only needed when there is something to do.
     """
-    if schema.exists(path) and _writable_version(path) == schema.SCHEMA_VERSIONS[-1]:
+    across = network_filesystem(path) is not None
+    # Across a network nothing is looked at without the lock: another may be writing it.
+    if not across and _is_ready(path):
         return
-    with _locked(path):
+    with _locked(path, across=across):
         if not schema.exists(path):
             _create(path)
             return
+        if across:
+            _leave_wal(path)
         # Another process may have done it while we waited.
         version = _writable_version(path)
         if version != schema.SCHEMA_VERSIONS[-1]:
             _upgrade(path, version)
+
+
+def _is_ready(path: Path) -> bool:
+    return schema.exists(path) and _writable_version(path) == schema.SCHEMA_VERSIONS[-1]
 
 
 def _writable_version(path: Path) -> str | None:
@@ -56,13 +68,18 @@ def _writable_version(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, across: bool) -> Iterator[None]:
     import filelock
 
     lock = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with one_migration, filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S):
+        held = (
+            network_lock(path, LOCK_TIMEOUT_S)
+            if across
+            else filelock.FileLock(lock, timeout=LOCK_TIMEOUT_S)
+        )
+        with one_migration, held:
             yield
     except filelock.Timeout as error:
         raise StoreError(
@@ -77,9 +94,8 @@ def _create(path: Path) -> None:
     draft = _fresh_draft(path)
     _migrate(draft)
     try:
-        with contextlib.closing(sqlite3.connect(draft)) as connection:
-            # Lasting, so that no two processes have to race for the switch later.
-            connection.execute("PRAGMA journal_mode=WAL")
+        # The journal's mode lasts, so that no two processes have to race for the switch later.
+        _connect(draft).close()
     except sqlite3.Error as error:
         raise StoreError(f"{path}: can't be created: {error}; {schema.next_step(error)}") from error
     # What belonged to a deleted store would be replayed into the new one.
@@ -96,6 +112,31 @@ def _fresh_draft(path: Path) -> Path:
     return draft
 
 
+def _leave_wal(path: Path) -> None:
+    """Bring a database that was moved onto a network from the journal of a local one to the other,
+    in a local folder: SQLite needs its own locks for it."""
+    # File format versions: SQLite, "Database File Format", 1.3.3.
+    with path.open("rb") as file:
+        if file.read(20)[18:] != b"\2\2":
+            return
+    draft = _fresh_draft(path)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "copy"
+            shutil.copyfile(path, copy)
+            wal = path.with_name(path.name + "-wal")
+            if wal.exists():
+                shutil.copyfile(wal, copy.with_name("copy-wal"))
+            with contextlib.closing(sqlite3.connect(copy)) as connection:
+                connection.execute("PRAGMA journal_mode=DELETE").close()
+            shutil.copyfile(copy, draft)
+    except sqlite3.Error as error:
+        raise schema.unreadable(path, error) from error
+    draft.replace(path)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
 def _upgrade(path: Path, version: str | None) -> None:
     if version is None:
         _migrate(path)
@@ -110,7 +151,7 @@ def _upgrade(path: Path, version: str | None) -> None:
         # Not a file copy: the newest rows may still be in the WAL.
         with (
             contextlib.closing(sqlite3.connect(schema.uri(path, "mode=ro"), uri=True)) as source,
-            contextlib.closing(sqlite3.connect(draft)) as destination,
+            contextlib.closing(_connect(draft)) as destination,
         ):
             source.backup(destination)
     except sqlite3.Error as error:
@@ -128,7 +169,7 @@ def _migrate(path: Path) -> None:
 
     engine = sqlalchemy.create_engine(
         "sqlite://",
-        creator=lambda: sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, isolation_level=None),
+        creator=lambda: _connect(path),
         poolclass=sqlalchemy.NullPool,
     )
 
@@ -145,6 +186,16 @@ def _migrate(path: Path) -> None:
             f"{path}: can't be brought to schema {schema.SCHEMA_VERSIONS[-1]} and was left as it "
             f"was: {schema.cause_of(error)}; {schema.next_step(error)}"
         ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """For writing; creates the file. Begins no transaction by itself."""
+    connection = sqlite3.connect(
+        schema.uri(path, "mode=rwc"), uri=True, timeout=LOCK_TIMEOUT_S, isolation_level=None
+    )
+    for pragma in schema.journal_pragmas(path):
+        connection.execute(f"PRAGMA {pragma}").close()
+    return connection
 
 
 def run_migrations(connection: "Connection") -> None:

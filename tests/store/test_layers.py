@@ -75,6 +75,36 @@ def ladder(make):
     ]
 
 
+def test_a_sites_records_come_between(layers, store, ship, make, tmp_path, caplog):
+    site = tmp_path / "site.sqlite"
+    ship(make.record(ms=3.0))
+    looking = layers(site_db=site)
+    assert told(looking.lookup(make.bucket, make.h200)) == ("shipped", "exact", 0.0, 3.0)
+    assert f"going on without the site records: {site}: is not there" in caplog.text
+    Store(site).add_record(make.record(ms=4.0))
+    assert told(looking.lookup(make.bucket, make.h200)) == ("site", "exact", 0.0, 4.0)
+    store.add_record(make.record(ms=5.0))
+    assert told(looking.lookup(make.bucket, make.h200)) == ("user", "exact", 0.0, 5.0)
+    # Better evidence of a later layer still goes first.
+    near = make.record(problem=make.problem(seqlen_k=8000), ms=1.0)
+    assert told(looking.lookup(near.bucket, make.h200)) == ("user", "neighbour", 1.0, 5.0)
+    Store(site).add_record(near)
+    assert told(looking.lookup(near.bucket, make.h200)) == ("site", "exact", 0.0, 1.0)
+
+
+def test_losses_are_told_by_the_trials_of_every_layer(layers, store, make, tmp_path):
+    site = Store(tmp_path / "site.sqlite")
+    slow = make.record(ms=2.0)
+    for where, seqlen, ms in ((store, 8000, 1.5), (site, 16000, 1.0)):
+        problem = make.problem(seqlen_k=seqlen)
+        for config, taken in ((slow.config, 2.0), (make.record(BLOCK_N=32).config, ms)):
+            measured = make.record(ms=taken).measurement
+            trial = make.trial(problem=problem, config=config, measurement=measured)
+            where.add_trial(trial)
+    losses = layers(site_db=site.path).losses(slow)
+    assert losses == pytest.approx([2.0 / 1.5 - 1, 1.0])
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_better_evidence_comes_first(layers, store, ship, make, reverse):
     in_files = []
