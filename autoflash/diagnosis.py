@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from autoflash.errors import AutoFlashError
 from autoflash.settings import DatabaseUrl, Place, settings
