@@ -117,6 +117,12 @@ class SearchSpace:
                 )
         return Config(**values)
 
+    def plain(self, config: Config) -> dict[str, Value]:
+        """What ``parse`` takes: without the Params that say what configs from before them mean, so
+        that a config is written the same whether it is older than these or not."""
+        before = {p.name: p.before for p in self.params if p.before is not None}
+        return {name: value for name, value in config.items() if before.get(name) != value}
+
     def why_not(
         self, config: Config, problem: Problem, target: Target, *, advice: bool = True
     ) -> str | None:

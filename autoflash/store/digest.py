@@ -7,16 +7,16 @@ import json
 import operator
 from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, TypeVar
 
+from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
 from autoflash.space import Config
-from autoflash.store.plain import (
-    problem_to_plain,
-    target_to_plain,
-)
+from autoflash.store.plain import problem_to_plain, target_to_plain
 from autoflash.store.record import Measurement, Provenance, Trial, TuningRecord
 from autoflash.target import Target
+
+P = TypeVar("P", Config, Problem, Target)
 
 # Kept, since json.dumps makes a new one for each record.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -36,7 +36,7 @@ def record_text(record: TuningRecord) -> str:
     """The canonical text of ``record``, in a fifth of the time that ``canonical`` takes: of many
     records few problems, targets and configs differ."""
     return (
-        f'{{"config":{part_text(record.config)}'
+        f'{{"config":{config_text(record)}'
         f',"kernel":{_write(record.kernel)}'
         f',"kind":{_write(record.kind)}'
         f',"measurement":{_flat(record.measurement, _MEASUREMENT)}'
@@ -52,7 +52,7 @@ def trial_text(trial: Trial) -> str:
     predicted = trial.predicted_ms
     return (
         f'{{"came_from":{_write(trial.came_from)}'
-        f',"config":{part_text(trial.config)}'
+        f',"config":{config_text(trial)}'
         f',"kernel":{_write(trial.kernel)}'
         f',"measurement":{"null" if timed is None else _flat(timed, _MEASUREMENT)}'
         f',"predicted_ms":{"null" if predicted is None else _write_float(predicted)}'
@@ -67,25 +67,30 @@ def trial_text(trial: Trial) -> str:
     )
 
 
-def part_text(part: Config | Problem | Target) -> str:
+def part_text(part: Problem | Target) -> str:
     """The canonical text of a part that many records have in common."""
+    if isinstance(part, Problem):
+        return _shared(part, "", problem_to_plain)
+    return _shared(part, "", target_to_plain)
+
+
+def config_text(noun: TuningRecord | Trial) -> str:
+    """The canonical text of its config."""
+    return _shared(noun.config, noun.kernel, KERNELS[noun.kernel].space.plain)
+
+
+def _shared(part: P, kernel: str, to_plain: Callable[[P], dict[str, Any]]) -> str:
     # By its id, since its hash takes as long as all the rest. It is kept, so the id stays its own.
-    found = _SHARED.get(id(part))
+    found = _SHARED.get((id(part), kernel))
     if found is None:
         if len(_SHARED) >= _MAX_SHARED:
             _SHARED.clear()
-        found = _SHARED[id(part)] = (part, canonical(_part_to_plain(part)))
+        found = _SHARED[id(part), kernel] = (part, canonical(to_plain(part)))
     return found[1]
 
 
-_SHARED: dict[int, tuple[Config | Problem | Target, str]] = {}
+_SHARED: dict[tuple[int, str], tuple[Config | Problem | Target, str]] = {}
 _MAX_SHARED = 8192
-
-
-def _part_to_plain(part: Config | Problem | Target) -> dict[str, Any]:
-    if isinstance(part, Config):
-        return dict(part)
-    return problem_to_plain(part) if isinstance(part, Problem) else target_to_plain(part)
 
 
 Writer = Callable[[Any], str]

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Select
 from autoflash.errors import InvalidInputError
 from autoflash.problem import Bucket, Problem, kindred_dtypes
 from autoflash.space import Config
-from autoflash.store.digest import part_text, record_digest, trial_digest
+from autoflash.store.digest import config_text, record_digest, trial_digest
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.parts import (
     TARGET_FIELDS,
@@ -153,7 +153,7 @@ def _common_columns(plain: dict[str, Any], noun: TuningRecord | Trial) -> dict[s
         **dict(zip(_SIZE_COLUMNS.values(), _SIZES(noun.bucket), strict=True)),
         **{f"target_{name}": value for name, value in plain["target"].items()},
         "kernel": plain["kernel"],
-        "config": part_text(noun.config),
+        "config": config_text(noun),
         **measurement,
         **plain["provenance"],
     }

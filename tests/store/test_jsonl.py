@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from autoflash.errors import InvalidInputError, StoreError
+from autoflash.space import Param
 from autoflash.store import jsonl, untrusted
 from autoflash.store.digest import record_digest, sha256
 from autoflash.store.plain import record_to_plain
 from autoflash.target import named_target
 from tests.store import hostile
-from tests.store.support import problem_of, record_of
+from tests.store.support import KERNEL, problem_of, record_of
 
 GOOD = [
     record_of(target=named_target("h100"), ms=0.1 + 0.2),
@@ -38,6 +39,23 @@ def test_round_trip_in_any_order():
     random.Random(3).shuffle(shuffled)
     assert jsonl.dump(shuffled) == TEXT
     assert read(jsonl.dump([])).records == []
+
+
+def test_a_param_that_came_later_changes_no_digest(monkeypatch):
+    space = KERNEL.space
+    later = Param(name="NEW", choices=("as ever", "new"), doc="", before="as ever")
+    known = replace(space, params=(*space.params, later), constraints=())
+    monkeypatch.setattr(KERNEL, "space", known)
+    # What an earlier release wrote, and what this one writes of the same choices.
+    contents = read(TEXT)
+    assert contents.clean
+    assert [record.config["NEW"] for record in contents.records] == ["as ever"] * 4
+    assert jsonl.dump(contents.records) == TEXT
+    other = replace(GOOD[2], config=known.parse({**GOOD[2].config, "NEW": "new"}))
+    again = read(jsonl.dump([other]))
+    assert again.records == [other]
+    assert '"NEW":"new"' in jsonl.dump([other])
+    assert record_digest(other) != record_digest(GOOD[2])
 
 
 def test_the_text_is_what_it_is():
