@@ -93,7 +93,7 @@ def lock_entry_to_plain(entry: LockEntry) -> dict[str, Any]:
         "problem": problem_to_plain(entry.problem),
         "target": target_to_plain(entry.target),
         "kernel": entry.kernel,
-        "config": KERNELS[entry.kernel].space.plain(entry.config),
+        "config": kernel_of(entry.kernel, entry.problem).space.plain(entry.config),
         "access": list(entry.access),
         "how": entry.how,
         "source_hash": entry.source_hash,
@@ -173,7 +173,7 @@ def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
         "problem": problem_to_plain(noun.problem),
         "target": target_to_plain(noun.target),
         "kernel": noun.kernel,
-        "config": KERNELS[noun.kernel].space.plain(noun.config),
+        "config": kernel_of(noun.kernel, noun.problem).space.plain(noun.config),
         "provenance": _fields_of(noun.provenance, _PROVENANCE_FIELDS),
     }
 

@@ -102,7 +102,7 @@ class TestServing:
         going_away.start()
         store.add_record(make.record())
         assert timed(looking, make.bucket, make.h200) is None
-        looking._user._rest_until = 0.0
+        looking._sources["user"]._rest_until = 0.0
         assert eventually(looking, make.bucket, make.h200).record == make.record()
 
     def test_a_server_that_never_answers_costs_one_short_wait(self, silent, layers, make, caplog):
