@@ -84,6 +84,7 @@ def _records(subject: str, where: Place) -> list[Finding]:
     from autoflash.store.layers import is_there
     from autoflash.store.mounts import network_filesystem
     from autoflash.store.opening import open_store
+    from autoflash.store.untrusted import exposure
 
     findings: list[Finding] = []
     kind = None
@@ -95,6 +96,9 @@ def _records(subject: str, where: Place) -> list[Finding]:
             return [Finding(state="ok", subject=subject, text=text)]
         else:
             kind = network_filesystem(where)
+            findings += [
+                Finding(state="warning", subject=subject, text=text) for text in exposure(where)
+            ]
         count = len(open_store(where, read_only=True).records())
     except AutoFlashError as error:
         return [*findings, Finding(state="error", subject=subject, text=str(error))]

@@ -709,6 +709,16 @@ def test_doctor_says_what_lies_across_a_network(stored, monkeypatch, tmp_path):
     assert store["text"] == f"{settings().db_path}, 4 records, on nfs4 (across a network)"
 
 
+def test_doctor_says_who_else_may_change_the_store(stored):
+    settings().db_path.chmod(0o666)
+    states = [
+        (one["state"], "world-writable" in one["text"])
+        for one in autoflash("doctor", "--json").json
+        if one["subject"] == "store"
+    ]
+    assert states == [("warning", True), ("ok", False)]
+
+
 def test_doctor_finds_what_is_broken(monkeypatch, no_gpu, tmp_path):
     settings().db_path.write_bytes(b"hello" * 99)
     blocked = tmp_path / "file"

@@ -16,6 +16,7 @@ from autoflash.store.forks import gate
 from autoflash.store.mounts import network_filesystem
 from autoflash.store.record import TuningRecord
 from autoflash.store.shipped import ShippedRecords, shipped_folder
+from autoflash.store.untrusted import exposure
 from autoflash.target import Target
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,10 @@ class Layers:
             return None
         from autoflash.store.store import Store
 
-        return Store(place, read_only=True)
+        opened = Store(place, read_only=True)
+        for warning in exposure(place):
+            logger.warning("%s", warning)
+        return opened
 
     def _warn(self, layer: str, error: StoreError) -> None:
         if layer not in self._warned:

@@ -92,6 +92,16 @@ def test_a_sites_records_come_between(layers, store, ship, make, tmp_path, caplo
     assert told(looking.lookup(near.bucket, make.h200)) == ("site", "exact", 0.0, 1.0)
 
 
+def test_a_store_that_anybody_may_change_is_warned_of_once(layers, store, make, path, caplog):
+    store.add_record(make.record(ms=4.0))
+    path.parent.chmod(0o777)
+    looking = layers()
+    for _ in range(2):
+        assert told(looking.lookup(make.bucket, make.h200)) == ("user", "exact", 0.0, 4.0)
+    (warning,) = [text for text in caplog.messages if "world-writable" in text]
+    assert str(path) in warning
+
+
 def test_losses_are_told_by_the_trials_of_every_layer(layers, store, make, tmp_path):
     site = Store(tmp_path / "site.sqlite")
     slow = make.record(ms=2.0)
