@@ -16,7 +16,7 @@ from autoflash.store.plain import problem_to_plain, target_to_plain
 from autoflash.store.record import Measurement, Provenance, Trial, TuningRecord
 from autoflash.target import Target
 
-P = TypeVar("P", Config, Problem, Target)
+P = TypeVar("P", Config, Problem, Provenance, Target)
 
 # Kept, since json.dumps makes a new one for each record.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -41,7 +41,7 @@ def record_text(record: TuningRecord) -> str:
         f',"kind":{_write(record.kind)}'
         f',"measurement":{_flat(record.measurement, _MEASUREMENT)}'
         f',"problem":{part_text(record.problem)}'
-        f',"provenance":{_flat(record.provenance, _PROVENANCE)}'
+        f',"provenance":{_shared(record.provenance, "", _provenance_text)}'
         f',"target":{part_text(record.target)}}}'
     )
 
@@ -57,7 +57,7 @@ def trial_text(trial: Trial) -> str:
         f',"measurement":{"null" if timed is None else _flat(timed, _MEASUREMENT)}'
         f',"predicted_ms":{"null" if predicted is None else _write_float(predicted)}'
         f',"problem":{part_text(trial.problem)}'
-        f',"provenance":{_flat(trial.provenance, _PROVENANCE)}'
+        f',"provenance":{_shared(trial.provenance, "", _provenance_text)}'
         f',"reason":{_write(trial.reason)}'
         f',"registers":{_write(trial.registers)}'
         f',"shared_bytes":{_write(trial.shared_bytes)}'
@@ -70,26 +70,27 @@ def trial_text(trial: Trial) -> str:
 def part_text(part: Problem | Target) -> str:
     """The canonical text of a part that many records have in common."""
     if isinstance(part, Problem):
-        return _shared(part, "", problem_to_plain)
-    return _shared(part, "", target_to_plain)
+        return _shared(part, "", lambda problem: canonical(problem_to_plain(problem)))
+    return _shared(part, "", lambda target: canonical(target_to_plain(target)))
 
 
 def config_text(noun: TuningRecord | Trial) -> str:
     """The canonical text of its config."""
-    return _shared(noun.config, noun.kernel, KERNELS[noun.kernel].space.plain)
+    space = KERNELS[noun.kernel].space
+    return _shared(noun.config, noun.kernel, lambda config: canonical(space.plain(config)))
 
 
-def _shared(part: P, kernel: str, to_plain: Callable[[P], dict[str, Any]]) -> str:
+def _shared(part: P, kernel: str, to_text: Callable[[P], str]) -> str:
     # By its id, since its hash takes as long as all the rest. It is kept, so the id stays its own.
     found = _SHARED.get((id(part), kernel))
     if found is None:
         if len(_SHARED) >= _MAX_SHARED:
             _SHARED.clear()
-        found = _SHARED[id(part), kernel] = (part, canonical(to_plain(part)))
+        found = _SHARED[id(part), kernel] = (part, to_text(part))
     return found[1]
 
 
-_SHARED: dict[tuple[int, str], tuple[Config | Problem | Target, str]] = {}
+_SHARED: dict[tuple[int, str], tuple[Config | Problem | Provenance | Target, str]] = {}
 _MAX_SHARED = 8192
 
 
@@ -123,6 +124,10 @@ def _write_float(value: float) -> str:
 
 # Of numbers that count something there are few.
 _write_known = functools.lru_cache(maxsize=4096, typed=True)(canonical)
+
+
+def _provenance_text(provenance: Provenance) -> str:
+    return _flat(provenance, _PROVENANCE)
 
 
 _MEASUREMENT = _layout(Measurement)

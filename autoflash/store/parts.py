@@ -14,7 +14,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config, SearchSpace
-from autoflash.store.record import target_from_identity
+from autoflash.store.record import Provenance, target_from_identity
 from autoflash.target import Target
 
 if TYPE_CHECKING:
@@ -107,6 +107,13 @@ def _remembered(make: Callable[..., R]) -> Callable[..., R]:
 def problem_of(*values: Any) -> Problem:
     """The problem of these fields, in their order. Raises InvalidInputError."""
     return noun_of(Problem, values)
+
+
+@_remembered
+def provenance_of(*values: Any) -> Provenance:
+    """The provenance of these fields, in their order: what a study stores has one. Raises
+    InvalidInputError."""
+    return noun_of(Provenance, values)
 
 
 @_remembered

@@ -21,6 +21,7 @@ from autoflash.store.parts import (
     kernel_of,
     noun_of,
     problem_of,
+    provenance_of,
     target_of,
 )
 from autoflash.store.plain import (
@@ -166,7 +167,7 @@ def _common_nouns(row: Mapping[str, Any]) -> dict[str, Any]:
         "target": target_of(*_OF_TARGET(row)),
         "kernel": row["kernel"],
         "config": _config(Same(kernel_of(row["kernel"], problem).space), row["config"]),
-        "provenance": noun_of(Provenance, _OF_PROVENANCE(row)),
+        "provenance": provenance_of(*_OF_PROVENANCE(row)),
     }
 
 
