@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 Launch = Callable[[], object]
 
 _FLUSH_BYTES = 256 << 20
-_ROUND_MS = 15.0
+# After a pause, or a launch that drew less, clocks are high until the power cap bites: what counts
+# comes after launches that don't.
+_SETTLE_MS = 20.0
+_TURN_MS = 30.0
 # Launches in one graph, at least: a replay costs the host some 10 us.
 _PER_REPLAY = 3
 
@@ -58,11 +61,12 @@ class Timer:
     def time(
         self, timed: Timed, *, budget_ms: float = 60.0, give_up_ms: float | None = None
     ) -> list[float]:
-        """Warmed-up samples for about ``budget_ms``, at least 5.
+        """Samples for about ``budget_ms``, at least 5, once the clocks have settled.
 
         Stops at 5 when their median is already above ``give_up_ms``.
         """
         first = timed.samples(2)[-1]
+        timed.samples(_count(_SETTLE_MS, first, least=1))
         times = timed.samples(5)
         if give_up_ms is not None and statistics.median(times) > give_up_ms:
             return times
@@ -76,16 +80,18 @@ class Timer:
         after one that draws less, so that none may always have the same neighbour.
         """
         times: list[list[float]] = [[] for _ in several]
-        for timed in several:
-            timed.samples(2)
+        first = [timed.samples(2)[-1] for timed in several]
         lot = random.Random(0)
         for _ in range(rounds):
             for index in lot.sample(range(len(several)), len(several)):
-                count = 5
-                if times[index]:
-                    count = int(min(30, max(3, _ROUND_MS / max(times[index][-1], 0.01))))
-                times[index] += several[index].samples(count)
+                several[index].samples(_count(_SETTLE_MS, first[index], least=1))
+                times[index] += several[index].samples(_count(_TURN_MS, first[index], least=3))
         return times
+
+
+def _count(budget_ms: float, ms: float, *, least: int) -> int:
+    """How many launches of ``ms`` a budget holds; no more than 30, for each flushes the cache."""
+    return int(min(30, max(least, budget_ms / max(ms, 0.01))))
 
 
 class _Eager:
