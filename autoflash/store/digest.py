@@ -6,7 +6,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, TypeVar
 
 from autoflash.kernels import KERNELS
@@ -39,7 +39,7 @@ def record_text(record: TuningRecord) -> str:
         f'{{"config":{config_text(record)}'
         f',"kernel":{_write(record.kernel)}'
         f',"kind":{_write(record.kind)}'
-        f',"measurement":{_flat(record.measurement, _MEASUREMENT)}'
+        f',"measurement":{_measurement_text(record.measurement)}'
         f',"problem":{part_text(record.problem)}'
         f',"provenance":{_shared(record.provenance, "", _provenance_text)}'
         f',"target":{part_text(record.target)}}}'
@@ -54,8 +54,8 @@ def trial_text(trial: Trial) -> str:
         f'{{"came_from":{_write(trial.came_from)}'
         f',"config":{config_text(trial)}'
         f',"kernel":{_write(trial.kernel)}'
-        f',"measurement":{"null" if timed is None else _flat(timed, _MEASUREMENT)}'
-        f',"predicted_ms":{"null" if predicted is None else _write_float(predicted)}'
+        f',"measurement":{"null" if timed is None else _measurement_text(timed)}'
+        f',"predicted_ms":{"null" if predicted is None else repr(float(predicted))}'
         f',"problem":{part_text(trial.problem)}'
         f',"provenance":{_shared(trial.provenance, "", _provenance_text)}'
         f',"reason":{_write(trial.reason)}'
@@ -94,44 +94,32 @@ _SHARED: dict[tuple[int, str], tuple[Config | Problem | Provenance | Target, str
 _MAX_SHARED = 8192
 
 
-Writer = Callable[[Any], str]
-Layout = tuple[str, Callable[[Any], tuple[Any, ...]], list[Writer]]
-
-
-def _flat(noun: Measurement | Provenance, layout: Layout) -> str:
-    """``canonical`` of a noun whose fields are plain values."""
-    text, fields, writers = layout
-    return text % tuple([write(value) for write, value in zip(writers, fields(noun), strict=True)])
-
-
-def _layout(kind: type[Measurement | Provenance]) -> Layout:
-    """What to fill the values of the fields into, what gives these, and what writes each."""
-    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
-    names = sorted(kinds)
-    text = "{" + ",".join(f'"{name}":%s' for name in names) + "}"
+def _measurement_text(m: Measurement) -> str:
     # An int is a float to a caller, but must not be written differently.
-    writers: list[Writer] = [_write_float if kinds[name] is float else _write for name in names]
-    return text, operator.attrgetter(*names), writers
+    return (
+        f'{{"median_ms":{float(m.median_ms)!r},"method":{_quoted(m.method)}'
+        f',"noisy":{"true" if m.noisy else "false"},"p20_ms":{float(m.p20_ms)!r}'
+        f',"p80_ms":{float(m.p80_ms)!r},"repeats":{m.repeats}'
+        f',"sm_clock_mhz":{"null" if m.sm_clock_mhz is None else m.sm_clock_mhz}'
+        f',"throttle":{_quoted(m.throttle)}}}'
+    )
+
+
+def _provenance_text(provenance: Provenance) -> str:
+    return _PROVENANCE % tuple(map(_quoted, _FIELDS(provenance)))
+
+
+_NAMES = sorted(field.name for field in dataclasses.fields(Provenance))
+_FIELDS = operator.attrgetter(*_NAMES)
+_PROVENANCE = "{" + ",".join(f'"{name}":%s' for name in _NAMES) + "}"
 
 
 def _write(value: Any) -> str:
-    return encode_basestring_ascii(value) if type(value) is str else _write_known(value)
-
-
-def _write_float(value: float) -> str:
-    return repr(float(value))
+    return _quoted(value) if type(value) is str else _write_known(value)
 
 
 # Of numbers that count something there are few.
 _write_known = functools.lru_cache(maxsize=4096, typed=True)(canonical)
-
-
-def _provenance_text(provenance: Provenance) -> str:
-    return _flat(provenance, _PROVENANCE)
-
-
-_MEASUREMENT = _layout(Measurement)
-_PROVENANCE = _layout(Provenance)
 
 
 def record_digest(record: TuningRecord) -> str:

@@ -89,14 +89,19 @@ class Measurement:
     throttle: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("median_ms", "p20_ms", "p80_ms"):
-            _check_ms(name, getattr(self, name))
+        # All at once, since nearly all are good.
+        if not (
+            0 < self.median_ms < MAX_MS and 0 < self.p20_ms < MAX_MS and 0 < self.p80_ms < MAX_MS
+        ):
+            for name in ("median_ms", "p20_ms", "p80_ms"):
+                _check_ms(name, getattr(self, name))
         _check_count("repeats", self.repeats, low=0 if self.method == "model" else 1)
         if self.method not in METHODS:
             raise InvalidInputError(f"method={self.method!r}: must be one of {', '.join(METHODS)}")
         if self.sm_clock_mhz is not None:
             _check_count("sm_clock_mhz", self.sm_clock_mhz, low=0)
-        _check_text("throttle", self.throttle)
+        if self.throttle:
+            _check_text("throttle", self.throttle)
 
 
 @dataclass(frozen=True, kw_only=True)
