@@ -130,10 +130,11 @@ class Explanation:
     """What would run for a call, and why.
 
     ``how``: tuned, neighbour, predicted, default or locked (or reference, on the CPU). ``layer``:
-    where that came from: user, shipped, kernel or lock. ``path``: the emitted file. ``tune``: the
-    command that tunes this problem. ``pipeline``: how a program of the kernel divides its work, in
-    lines. ``expected_loss``: of a neighbour's config, what it lost against the best on the other
-    problems where it was tried, in the median, as a fraction of time; None where no trial says.
+    where that came from: user, site, shipped, kernel or lock. ``path``: the emitted file.
+    ``tune``: the command that tunes this problem. ``pipeline``: how a program of the kernel divides
+    its work, in lines. ``expected_loss``: of a neighbour's config, what it lost against the best on
+    the other problems where it was tried, in the median, as a fraction of time; None where no trial
+    says.
     """
 
     problem: str
@@ -166,7 +167,7 @@ def explain(
     With op "bwd", which one computes its gradients, all three of them, for a gradient of out that
     lies as out does. Compiles and launches nothing. Raises like ``attention``.
     """
-    from autoflash.runtime.choose import choose, losses_elsewhere, tune_command
+    from autoflash.runtime.choose import choose, expected_loss, losses_elsewhere, tune_command
     from autoflash.runtime.inputs import access_of, check_tensors, output_like, problem_of
     from autoflash.target import current_target
 
@@ -205,25 +206,20 @@ def explain(
         path=emit(render(choice.kernel, problem, choice.config)),
         tune=tune_command(problem),
         pipeline=tuple(choice.kernel.pipeline(problem, choice.config)),
-        expected_loss=_median(losses) if losses else None,
+        expected_loss=expected_loss(losses),
     )
 
 
 def _loss_in_words(losses: list[float]) -> str:
+    from autoflash.runtime.choose import expected_loss
+
     if not losses:
         return "; what that loses is not known: no trial of its config on another problem"
     several = f"{len(losses)} other problems" if len(losses) > 1 else "another problem"
     return (
-        f"; on {several} where it was tried it was {_median(losses):.1%} slower than "
+        f"; on {several} where it was tried it was {expected_loss(losses):.1%} slower than "
         f"the best (at most {max(losses):.1%})"
     )
-
-
-def _median(losses: list[float]) -> float:
-    # It loads decimal, which importing autoflash shouldn't.
-    import statistics
-
-    return statistics.median(losses)
 
 
 def _check_others(others: dict[str, Any]) -> None:

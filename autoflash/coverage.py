@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Bucket, Problem
-from autoflash.runtime.choose import Choice, serving
+from autoflash.runtime.choose import Choice, expected_loss, serving
 from autoflash.settings import DatabaseUrl, Settings
 from autoflash.store.layers import Layers, is_there
 from autoflash.store.record import LockEntry, TuningRecord
@@ -142,5 +141,5 @@ def _cell(problem: Problem, target: Target, choice: Choice, layers: Layers) -> C
         level=level,
         why=choice.why,
         choice=choice,
-        expected_loss=statistics.median(losses) if losses else None,
+        expected_loss=expected_loss(losses),
     )

@@ -103,8 +103,7 @@ class SearchSpace:
     def parse(self, values: Mapping[str, Any]) -> Config:
         """A Config from a stranger's mapping; ConfigError unless it is exactly of this space, or of
         one before some Params were added."""
-        later = {p.name: p.before for p in self.params if p.before is not None}
-        values = {**later, **values}
+        values = {**self._before, **values}
         names = {param.name for param in self.params}
         if set(values) != names:
             odd = sorted(set(values) ^ names, key=str)
@@ -120,8 +119,13 @@ class SearchSpace:
     def plain(self, config: Config) -> dict[str, Value]:
         """What ``parse`` takes: without the Params that say what configs from before them mean, so
         that a config is written the same whether it is older than these or not."""
-        before = {p.name: p.before for p in self.params if p.before is not None}
+        before = self._before
         return {name: value for name, value in config.items() if before.get(name) != value}
+
+    @property
+    def _before(self) -> dict[str, Value]:
+        """What configs from before some Params stand for, by these Params."""
+        return {p.name: p.before for p in self.params if p.before is not None}
 
     def why_not(
         self, config: Config, problem: Problem, target: Target, *, advice: bool = True

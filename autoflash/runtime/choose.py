@@ -81,6 +81,14 @@ def losses_elsewhere(choice: Choice) -> list[float]:
     return _layers(settings()).losses(choice.record) if choice.record else []
 
 
+def expected_loss(losses: list[float]) -> float | None:
+    """What a neighbour's config is expected to lose: the median, or None where no trial says."""
+    # It loads decimal, which importing autoflash shouldn't.
+    import statistics
+
+    return statistics.median(losses) if losses else None
+
+
 def is_tuned(problem: Problem, target: Target, lookup: Lookup) -> bool:
     """Whether aligned tensors of ``problem`` are served by an exact, measured record that
     ``lookup`` finds. Raises UnsupportedError if no kernel serves it."""

@@ -18,9 +18,9 @@ from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels, listing_order
 from autoflash.store.lookups import Lookups, Refused
 from autoflash.store.models import RecordRow, TrialRow
+from autoflash.store.parts import PROBLEM_FIELDS
 from autoflash.store.record import Trial, TrialStatus, TuningRecord
 from autoflash.store.rows import (
-    PROBLEM_FIELDS,
     record_from_row,
     record_to_row,
     rows_of,

@@ -11,14 +11,13 @@ from autoflash.store.digest import record_digest, trial_digest
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.record import Trial, TuningRecord
 from autoflash.store.rows import (
+    AT_ONCE,
+    in_chunks,
     record_from_row,
     record_to_row,
     trial_from_row,
     trial_to_row,
 )
-
-# Well below what SQLite takes as parameters of a statement.
-BATCH = 500
 
 
 class Kind(NamedTuple):
@@ -48,11 +47,10 @@ def add_lacking_trials(store: AnyStore, trials: Iterable[Trial]) -> int:
 
 def known_digests(connection: Connection, kind: Kind, digests: Iterable[str]) -> set[str]:
     """Those of ``digests`` that a row has."""
-    wanted = sorted(set(digests))
     column = kind.table.digest
     found: set[str] = set()
-    for start in range(0, len(wanted), BATCH):
-        query = select(column).where(column.in_(wanted[start : start + BATCH]))
+    for chunk in in_chunks(sorted(set(digests))):
+        query = select(column).where(column.in_(chunk))
         found.update(connection.execute(query).scalars())
     return found
 
@@ -65,7 +63,7 @@ def complete_digests(store: AnyStore, kind: Kind) -> None:
     row_id = table.__table__.columns["id"]
     fill = update(table).where(row_id == bindparam("row")).values(digest=bindparam("is"))
     while True:
-        query = undone.where(table.id > last).order_by(table.id).limit(BATCH)
+        query = undone.where(table.id > last).order_by(table.id).limit(AT_ONCE)
         rows = store._fetch(query, f"look for {kind.name} without a digest")
         if not rows:
             return

@@ -15,6 +15,7 @@ from autoflash.store.record import TuningRecord
 from autoflash.store.rows import (
     BUCKET_COLUMNS,
     TARGET_COLUMNS,
+    in_chunks,
     record_from_row,
     rows_of,
     same_code,
@@ -26,8 +27,6 @@ Refused = Callable[[object, AutoFlashError], None]
 # Where records compete: a bucket, and a target's identity.
 Place = tuple[Bucket, tuple[object, ...]]
 
-# Well below what SQLite takes as parameters of a statement.
-_CHUNK = 500
 _RECORD = RecordRow.__table__.columns
 _PLACE = [*BUCKET_COLUMNS.values(), *TARGET_COLUMNS.values()]
 _HERE = [_RECORD[name] == bindparam(name) for name in _PLACE]
@@ -94,9 +93,8 @@ class Lookups:
 
     def _read(self, ids: Sequence[int]) -> dict[int, TuningRecord]:
         found = {}
-        for start in range(0, len(ids), _CHUNK):
-            chunk = {"ids": ids[start : start + _CHUNK]}
-            for row in rows_of(self._connection, _WHOLE, chunk):
+        for chunk in in_chunks(ids):
+            for row in rows_of(self._connection, _WHOLE, {"ids": chunk}):
                 try:
                     found[row["id"]] = record_from_row(row)
                 except AutoFlashError as error:

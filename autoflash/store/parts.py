@@ -14,7 +14,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config, SearchSpace
-from autoflash.store.record import Provenance, target_from_identity
+from autoflash.store.record import Measurement, Provenance, target_from_identity
 from autoflash.target import Target
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ TARGET_FIELDS: dict[str, type] = {
     "sm_count": int,
     "memory_gib": int,
 }
-_PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
+# In the order of the dataclasses.
+PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
+MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
+PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
 
 
 def kernel_of(name: object, problem: Problem) -> Kernel:

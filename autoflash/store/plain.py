@@ -16,6 +16,9 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.access import ACCESSES
 from autoflash.problem import Problem
 from autoflash.store.parts import (
+    MEASUREMENT_FIELDS,
+    PROBLEM_FIELDS,
+    PROVENANCE_FIELDS,
     TARGET_FIELDS,
     Same,
     config_of,
@@ -44,9 +47,6 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 _RECORD_FIELDS = frozenset(field.name for field in dataclasses.fields(TuningRecord))
 _TRIAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Trial))
-_PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
-_MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
-_PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
 _LOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(LockEntry))
 _STATUSES = {known.value for known in TrialStatus}
 _MISSED_FIELDS = frozenset(field.name for field in dataclasses.fields(MissedCalls))
@@ -174,7 +174,7 @@ def _common_to_plain(noun: TuningRecord | Trial) -> dict[str, Any]:
         "target": target_to_plain(noun.target),
         "kernel": noun.kernel,
         "config": kernel_of(noun.kernel, noun.problem).space.plain(noun.config),
-        "provenance": _fields_of(noun.provenance, _PROVENANCE_FIELDS),
+        "provenance": _fields_of(noun.provenance, PROVENANCE_FIELDS),
     }
 
 
@@ -194,11 +194,11 @@ def _chosen_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def problem_to_plain(problem: Problem) -> dict[str, Any]:
     """Its fields."""
-    return _fields_of(problem, _PROBLEM_FIELDS)
+    return _fields_of(problem, PROBLEM_FIELDS)
 
 
 def _measurement_to_plain(measurement: Measurement) -> dict[str, Any]:
-    plain = _fields_of(measurement, _MEASUREMENT_FIELDS)
+    plain = _fields_of(measurement, MEASUREMENT_FIELDS)
     # An int is a float to a caller, but must not be written differently.
     for name in ("median_ms", "p20_ms", "p80_ms"):
         plain[name] = float(plain[name])
@@ -222,7 +222,7 @@ def _target(plain: object) -> Target:
 
 def _problem(plain: object) -> Problem:
     values = _exactly(plain, kinds_of(Problem).keys(), "problem")
-    return problem_of(*map(values.__getitem__, _PROBLEM_FIELDS))
+    return problem_of(*map(values.__getitem__, PROBLEM_FIELDS))
 
 
 def _noun(kind: type[T], plain: object) -> T:

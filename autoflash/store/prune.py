@@ -12,10 +12,8 @@ from autoflash.store.jsonl import dump
 from autoflash.store.merge import words
 from autoflash.store.models import RecordRow
 from autoflash.store.record import TuningRecord
+from autoflash.store.rows import in_chunks
 from autoflash.store.untrusted import write_new
-
-# Well below what SQLite takes as parameters of a statement.
-_CHUNK = 500
 
 
 def superseded(store: AnyStore) -> dict[int, TuningRecord]:
@@ -56,8 +54,6 @@ def prune(store: AnyStore, backup: Path) -> int:
 
 def _forget(store: AnyStore, rows: Iterable[int]) -> None:
     """All or none."""
-    ids = sorted(rows)
     with store._session("prune records") as session:
-        for start in range(0, len(ids), _CHUNK):
-            chunk = ids[start : start + _CHUNK]
+        for chunk in in_chunks(sorted(rows)):
             session.execute(delete(RecordRow).where(RecordRow.id.in_(chunk)))

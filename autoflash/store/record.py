@@ -40,6 +40,11 @@ class TrialStatus(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def is_right(self) -> bool:
+        """Whether it ran and was right."""
+        return self in (TrialStatus.ok, TrialStatus.noisy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
@@ -168,7 +173,7 @@ class Trial:
     @property
     def timed_ms(self) -> float | None:
         """The time of a trial that ran right; None for any other, whatever was measured."""
-        right = self.status in (TrialStatus.ok, TrialStatus.noisy)
+        right = self.status.is_right
         return self.measurement.median_ms if right and self.measurement else None
 
     @property

@@ -4,17 +4,20 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select
 
 from autoflash.errors import InvalidInputError
-from autoflash.problem import Bucket, Problem, kindred_dtypes
+from autoflash.problem import Bucket, kindred_dtypes
 from autoflash.space import Config
 from autoflash.store.digest import config_text, record_digest, trial_digest
 from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.parts import (
+    MEASUREMENT_FIELDS,
+    PROBLEM_FIELDS,
+    PROVENANCE_FIELDS,
     TARGET_FIELDS,
     Same,
     config_of,
@@ -31,13 +34,16 @@ from autoflash.store.plain import (
     trial_from_plain,
     trial_to_plain,
 )
-from autoflash.store.record import Measurement, Provenance, Trial, TuningRecord
+from autoflash.store.record import Measurement, Trial, TuningRecord
 from autoflash.target import Target
+
+T = TypeVar("T")
 
 MAX_REASON = 2000
 _MAX_CONFIG = 4000
-# Rows that are fetched in one call.
-_AT_ONCE = 500
+# Rows that are fetched in one call, or asked for by name: well below what SQLite takes as
+# parameters of a statement.
+AT_ONCE = 500
 # The Bucket fields that decide the code, and the column of each of the others.
 CODE_FIELDS = ("op", "dtype", "head_dim", "head_dim_v", "causal")
 _SIZE_COLUMNS = {
@@ -48,13 +54,10 @@ _SIZE_COLUMNS = {
 }
 BUCKET_COLUMNS = {name: name for name in CODE_FIELDS} | _SIZE_COLUMNS
 TARGET_COLUMNS = {name: f"target_{name}" for name in TARGET_FIELDS}
-PROBLEM_FIELDS = tuple(field.name for field in dataclasses.fields(Problem))
-_MEASUREMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Measurement))
-_PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance))
 _OF_PROBLEM = operator.itemgetter(*PROBLEM_FIELDS)
 _OF_TARGET = operator.itemgetter(*TARGET_COLUMNS.values())
-_OF_MEASUREMENT = operator.itemgetter(*_MEASUREMENT_FIELDS)
-_OF_PROVENANCE = operator.itemgetter(*_PROVENANCE_FIELDS)
+_OF_MEASUREMENT = operator.itemgetter(*MEASUREMENT_FIELDS)
+_OF_PROVENANCE = operator.itemgetter(*PROVENANCE_FIELDS)
 _SIZES = operator.attrgetter(*_SIZE_COLUMNS)
 _OF_SIZES = operator.itemgetter(*_SIZE_COLUMNS.values())
 _TRIAL_FIELDS = (
@@ -85,13 +88,19 @@ def trial_to_row(trial: Trial) -> dict[str, Any]:
     return {**_common_columns(plain, trial), **own}
 
 
+def in_chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """As many at a time as a statement may name."""
+    for start in range(0, len(values), AT_ONCE):
+        yield values[start : start + AT_ONCE]
+
+
 def rows_of(
     connection: Connection, query: Select[Any], parameters: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
     """What ``query`` finds, each row by its columns, as it comes."""
     result = connection.execute(query, parameters)
     names = tuple(result.keys())
-    for rows in result.partitions(_AT_ONCE):
+    for rows in result.partitions(AT_ONCE):
         for row in rows:
             yield dict(zip(names, row, strict=True))
 
@@ -148,7 +157,7 @@ def _equal(
 
 
 def _common_columns(plain: dict[str, Any], noun: TuningRecord | Trial) -> dict[str, Any]:
-    measurement = plain["measurement"] or dict.fromkeys(_MEASUREMENT_FIELDS)
+    measurement = plain["measurement"] or dict.fromkeys(MEASUREMENT_FIELDS)
     return {
         **plain["problem"],
         **dict(zip(_SIZE_COLUMNS.values(), _SIZES(noun.bucket), strict=True)),

@@ -9,7 +9,6 @@ from sqlalchemy import literal, select
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.store.base import AnyStore
 from autoflash.store.lacking import (
-    BATCH,
     RECORDS,
     TRIALS,
     Kind,
@@ -19,6 +18,7 @@ from autoflash.store.lacking import (
     known_digests,
 )
 from autoflash.store.record import latest_stamp
+from autoflash.store.rows import AT_ONCE
 from autoflash.store.untrusted import MAX_REFUSALS, refuse_stamp
 
 _ADD: dict[str, Callable[[AnyStore, list[Any]], int]] = {
@@ -90,7 +90,7 @@ def _batches(store: AnyStore, kind: Kind) -> Iterator[dict[int, str]]:
     digest = table.digest if has_digests else literal("").label("digest")
     last = None
     while True:
-        query: Any = select(table.id, digest).order_by(table.id).limit(BATCH)
+        query: Any = select(table.id, digest).order_by(table.id).limit(AT_ONCE)
         if last is not None:
             query = query.where(table.id > last)
         rows = store._fetch(query, f"list {kind.name}")

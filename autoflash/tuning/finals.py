@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from autoflash.problem import Problem
-from autoflash.store.record import Measurement, Trial, TrialStatus
+from autoflash.store.record import Measurement, Trial
 from autoflash.tuning.job import Candidate, Outcome
 from autoflash.tuning.runner import Runner
 
@@ -104,7 +104,7 @@ class Finals:
 
 
 def _survived(outcome: Outcome) -> bool:
-    return outcome.status in (TrialStatus.ok, TrialStatus.noisy)
+    return outcome.status.is_right
 
 
 def _winner(trials: Sequence[Trial], measured: Mapping[int, Measurement]) -> int:

@@ -156,5 +156,4 @@ def _is_current(record: TuningRecord, runner: Runner) -> bool:
 
 
 def _fallen(result: TuneResult) -> list[Trial]:
-    good = (TrialStatus.ok, TrialStatus.noisy)
-    return [t for t in result.trials if t.came_from == WINNER and t.status not in good]
+    return [t for t in result.trials if t.came_from == WINNER and not t.status.is_right]

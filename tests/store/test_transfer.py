@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from autoflash.errors import StoreError
-from autoflash.store import lacking
 from autoflash.store.digest import record_digest, trial_digest
 from autoflash.store.lacking import add_lacking_records, add_lacking_trials
 from autoflash.store.models import RecordRow, TrialRow
@@ -26,8 +25,8 @@ PAIRS = ("sqlite to postgres", "postgres to sqlite", "sqlite to sqlite", "postgr
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(lacking, "BATCH", 5)
-    monkeypatch.setattr("autoflash.store.transfer.BATCH", 5)
+    for module in ("rows", "lacking", "transfer"):
+        monkeypatch.setattr(f"autoflash.store.{module}.AT_ONCE", 5)
 
 
 @pytest.fixture(params=PAIRS)
