@@ -26,11 +26,11 @@ def attention_forward(
     outs, lses = [], []
     for start, stop in _row_chunks(q, k):
         rows = q[:, :, start:stop].to(dtype)
-        hidden = _hidden(q, k, start, stop) if causal else None
+        hidden = hidden_keys(q, k, start, stop) if causal else None
         scores = _scores(rows, k.to(dtype), scale, hidden)
         lse = torch.logsumexp(scores, dim=-1)
         p = torch.exp(scores - _finite(lse).unsqueeze(-1))
-        outs.append(_weighted_sum(p, v.to(dtype), hidden).to(q.dtype))
+        outs.append(weighted_sum(p, v.to(dtype), hidden).to(q.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
@@ -51,17 +51,17 @@ def attention_backward(
     for start, stop in _row_chunks(q, k):
         rows = q[:, :, start:stop].to(dtype)
         do = dout[:, :, start:stop].to(dtype)
-        hidden = _hidden(q, k, start, stop) if causal else None
+        hidden = hidden_keys(q, k, start, stop) if causal else None
         scores = _scores(rows, kf, scale, hidden)
         p = torch.exp(scores - _finite(lse[:, :, start:stop].to(dtype)).unsqueeze(-1))
-        dp = _per_kv_head(do, vf.transpose(-1, -2))
+        dp = per_kv_head(do, vf.transpose(-1, -2))
         delta = (do * out[:, :, start:stop].to(dtype)).sum(-1)
         if dlse is not None:
             delta = delta - dlse[:, :, start:stop].to(dtype)
         ds = p * (dp - delta.unsqueeze(-1)) * scale
         if hidden is not None:
             ds = ds.masked_fill(hidden, 0.0)
-        dqs.append(_weighted_sum(ds, kf, hidden).to(q.dtype))
+        dqs.append(weighted_sum(ds, kf, hidden).to(q.dtype))
         dk = dk + _sum_over_group(ds, rows, group, hidden)
         dv = dv + _sum_over_group(p, do, group, hidden)
     return torch.cat(dqs, dim=2), dk.to(k.dtype), dv.to(v.dtype)
@@ -76,10 +76,10 @@ def exact_attention(
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
     """The same computation with every step rounded to q's dtype: the yardstick for errors."""
-    hidden = _hidden(q, k, 0, q.shape[2]) if causal else None
+    hidden = hidden_keys(q, k, 0, q.shape[2]) if causal else None
     scores = _scores(q, k, scale, hidden)
     # Rows that see nothing would be NaN.
-    return _per_kv_head(torch.softmax(scores, dim=-1).nan_to_num(0.0), v)
+    return per_kv_head(torch.softmax(scores, dim=-1).nan_to_num(0.0), v)
 
 
 def error_allowance(
@@ -122,7 +122,7 @@ def plain_gradients(
     with torch.enable_grad():
         results = [plain_attention(q, k, v, causal=causal, scale=scale)]
         if dlse is not None:
-            hidden = _hidden(q, k, 0, q.shape[2]) if causal else None
+            hidden = hidden_keys(q, k, 0, q.shape[2]) if causal else None
             results.append(torch.logsumexp(_scores(q, k, scale, hidden), dim=-1))
     weights = [x.to(q.dtype) for x in (dout, dlse) if x is not None]
     # A row that sees nothing has NaN on its way to the mask, which drops it.
@@ -159,7 +159,7 @@ def _row_chunks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
     return [(s, min(s + step, length)) for s in range(0, length, step)] or [(0, 0)]
 
 
-def _hidden(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
+def hidden_keys(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
     """True where a row of start .. stop does not see a key: [rows, Sk]."""
     rows = torch.arange(start, stop, device=q.device).unsqueeze(1)
     keys = torch.arange(k.shape[2], device=q.device)
@@ -167,11 +167,11 @@ def _hidden(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _scores(rows: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
-    scores = _per_kv_head(rows, k.transpose(-1, -2)) * scale
+    scores = per_kv_head(rows, k.transpose(-1, -2)) * scale
     return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
 
-def _per_kv_head(x: Tensor, y: Tensor) -> Tensor:
+def per_kv_head(x: Tensor, y: Tensor) -> Tensor:
     """x @ y, where each head of y [B, Hk, K, N] serves H / Hk heads of x [B, H, M, K]."""
     batch, heads, rows, inner = x.shape
     kv_heads = y.shape[1]
@@ -179,9 +179,9 @@ def _per_kv_head(x: Tensor, y: Tensor) -> Tensor:
     return (grouped @ y).reshape(batch, heads, rows, y.shape[-1])
 
 
-def _weighted_sum(weights: Tensor, rows: Tensor, hidden: Tensor | None) -> Tensor:
+def weighted_sum(weights: Tensor, rows: Tensor, hidden: Tensor | None) -> Tensor:
     """weights @ rows, in which a hidden row counts for nothing."""
-    return _of_seen_rows(_per_kv_head, weights, rows, hidden)
+    return _of_seen_rows(per_kv_head, weights, rows, hidden)
 
 
 def _sum_over_group(x: Tensor, y: Tensor, group: int, hidden: Tensor | None) -> Tensor:

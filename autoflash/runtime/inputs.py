@@ -12,8 +12,22 @@ from autoflash.problem import DTYPE_BYTES, MAX_HEAD_DIM, Problem
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:  # noqa: PLR0912
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:
     """Raise InvalidInputError or UnsupportedError unless q, k and v make an attention call.
+
+    Works on real and on symbolic (fake) tensors.
+    """
+    check_shapes(q, k, v, bshd)
+    if q.device.type == "cuda" and q.dtype not in _GPU_DTYPES:
+        raise UnsupportedError(
+            f"{q.dtype} is not served on a GPU: convert to torch.float16 or torch.bfloat16"
+        )
+    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
+        raise UnsupportedError(f"{q.dtype} is not served: use float16, bfloat16 or float32")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:
+    """Raise InvalidInputError unless q, k and v agree in shape, dtype and device.
 
     Works on real and on symbolic (fake) tensors.
     """
@@ -46,12 +60,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:  # noqa:
         raise InvalidInputError(
             f"{q.shape[heads]} query heads are not a multiple of {k.shape[heads]} key/value heads"
         )
-    if q.device.type == "cuda" and q.dtype not in _GPU_DTYPES:
-        raise UnsupportedError(
-            f"{q.dtype} is not served on a GPU: convert to torch.float16 or torch.bfloat16"
-        )
-    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
-        raise UnsupportedError(f"{q.dtype} is not served: use float16, bfloat16 or float32")
 
 
 def problem_of(
@@ -128,7 +136,12 @@ def has_contiguous_rows(x: Tensor) -> bool:
     return x.stride(3) == 1 or x.shape[3] == 1
 
 
-def output_like(q: Tensor, v: Tensor, device: torch.device | str | None = None) -> Tensor:
+def output_like(
+    q: Tensor,
+    v: Tensor,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """An uninitialised out for q and v: the real and the fake kernel allocate alike.
 
     Dense, with heads and rows in memory in the order they have in q. So
@@ -139,7 +152,7 @@ def output_like(q: Tensor, v: Tensor, device: torch.device | str | None = None) 
     return torch.empty_strided(
         (batch, one, two, dim),
         (one * two * dim, *inner, 1),
-        dtype=q.dtype,
+        dtype=dtype or q.dtype,
         device=device or q.device,
     )
 

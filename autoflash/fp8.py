@@ -1,0 +1,86 @@
+"""What the numbers of fp8 attention mean: scales, and the ways in which v may lie.
+
+x = descale * x8, with x8 in float8_e4m3fn. A descale is fp32 and comes in three granularities,
+told apart by their number of dimensions:
+
+- tensor, [] or [1]: one for all of it.
+- head, [B, Hk]: of q too one per key/value head, for the query heads that it serves together
+  (FlashAttention-3's convention). Of q [B, Hq] is taken as well.
+- block, [B, H, ceil(S / 128)]: one per 128 rows of a head, counted from its first row; of q in
+  query heads.
+
+v lies by rows, [B, Hk, Sk, Dv], or in one of two transposed layouts, [B, Hk, Dv, S16], with S16 the
+next multiple of 16 and zeros behind the last key: what fp8 matrix instructions read.
+"""
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+SCALE_BLOCK = 128
+GRANULARITIES = ("tensor", "head", "block")
+# "columns": transposed, keys in their order. "permuted": inside each 16 keys in key_order.
+V_LAYOUTS = ("rows", "columns", "permuted")
+# Keys in a row of a transposed v are a multiple of this: 16 bytes, as the copy engine needs.
+KEY_MULTIPLE = 16
+
+
+def scale_blocks(rows: int) -> int:
+    """Blocks of ``rows`` rows, the last of which may be short."""
+    return -(-rows // SCALE_BLOCK)
+
+
+def padded_keys(keys: int) -> int:
+    """Length of a row of a transposed v."""
+    return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def scale_of_rows(scale: Tensor | None, heads: int, rows: int) -> Tensor:
+    """The scale of each row, of a shape that broadcasts to [B, heads, rows]; ones for None."""
+    if scale is None:
+        return torch.ones(1, 1, 1)
+    if scale.dim() < 2:
+        return scale.reshape(1, 1, 1)
+    if scale.dim() == 2:
+        by_row = scale.unsqueeze(2)
+    else:
+        by_row = scale.repeat_interleave(SCALE_BLOCK, dim=2)[:, :, :rows]
+    return by_row.repeat_interleave(heads // scale.shape[1], dim=1)
+
+
+def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """scale * x, for x [B, H, S, D]; in fp64 nothing is rounded."""
+    by_row = scale_of_rows(scale, x.shape[1], x.shape[2]).to(x.device, dtype)
+    return x.to(dtype) * by_row.unsqueeze(-1)
+
+
+def key_order(keys: int, device: torch.device | str | None = None) -> Tensor:
+    """The key at each position of a permuted v, [keys], ``keys`` a multiple of 16.
+
+    Position 16a + 4q + 2g + e holds key 16a + 8g + 2q + e (g, e < 2; q < 4). The four scores that a
+    thread of a matrix instruction gets of each 16 keys (its accumulator) are then the four
+    probabilities that it must supply to the next one (its 8-bit operand): none changes threads.
+    """
+    at = torch.arange(keys, device=device).reshape(-1, 2, 4, 2)
+    return at.transpose(1, 2).reshape(keys)
+
+
+def transpose_values(v: Tensor, permuted: bool) -> Tensor:
+    """[B, Hk, Dv, S16] of v [B, Hk, Sk, Dv], by rows: what ``V_LAYOUTS`` call columns, permuted."""
+    batch, heads, keys, dim = v.shape
+    # Bytes, since torch can't fill, index or copy every kind of fp8 tensor.
+    out = torch.zeros((batch, heads, dim, padded_keys(keys)), dtype=torch.uint8, device=v.device)
+    out[..., :keys] = v.view(torch.uint8).transpose(2, 3)
+    if permuted:
+        out = out[..., key_order(out.shape[-1], v.device)]
+    return out.view(v.dtype)
+
+
+def values_by_row(v: Tensor, layout: str, keys: int) -> Tensor:
+    """v [B, Hk, ``keys``, Dv] of a v in any layout."""
+    if layout == "rows":
+        return v
+    columns = v.view(torch.uint8)
+    if layout == "permuted":
+        columns = columns[..., key_order(v.shape[-1], v.device).argsort()]
+    return columns[..., :keys].transpose(2, 3).contiguous().view(v.dtype)

@@ -1,0 +1,87 @@
+"""fp8 attention, written to be read: in fp64, and as a kernel computes it.
+
+Shapes as in autoflash.reference; q, k and v are float8_e4m3fn, v by rows, with descales as
+autoflash.fp8 has them (None: 1).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from autoflash.errors import InvalidInputError
+from autoflash.fp8 import E4M3_MAX, SCALE_BLOCK, dequantize, scale_of_rows
+from autoflash.reference import exact_attention, hidden_keys, per_kv_head, weighted_sum
+
+_LOG2_E = 1.0 / math.log(2.0)
+Scale = Tensor | None
+
+
+def exact_fp8_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Scale, k_descale: Scale, v_descale: Scale,
+    *, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and LSE in fp64, on the inputs as they are rounded: attention of what they stand for.
+
+    A NaN (e4m3fn has no infinities) in a row of q makes that row of out NaN, in a key all rows that
+    see it; in v its column of those rows.
+    """
+    rounded = [dequantize(x, s) for x, s in ((q, q_descale), (k, k_descale), (v, v_descale))]
+    return exact_attention(*rounded, causal=causal, scale=scale)
+
+
+def emulate_fp8_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Scale, k_descale: Scale, v_descale: Scale,
+    *, causal: bool, scale: float, block_keys: int = 128, p_exponent: int = 8,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and LSE in fp32, with the roundings of an fp8 kernel (FlashAttention-3, section 3.3).
+
+    Online softmax over blocks of ``block_keys`` keys. P is at most 1 and e4m3's smallest number
+    2^-9, so that P is multiplied by 2^``p_exponent`` before the cast; the row sums take P before
+    it. acc is kept in units of the v scale of the block it was last added to: its rescaling is
+    folded into the one by the softmax, and each scale is applied once. Sums are fp32: that the
+    tensor cores of Hopper keep fewer bits of an fp8 product's sum is not emulated.
+
+    Raises InvalidInputError if a block of keys has more than one v scale.
+    """
+    if v_descale is not None and v_descale.dim() == 3 and SCALE_BLOCK % block_keys:
+        raise InvalidInputError(
+            f"block_keys={block_keys}: must divide {SCALE_BLOCK}, the keys that share a v scale"
+        )
+    heads, rows, keys = q.shape[1], q.shape[2], k.shape[2]
+    qf, kf, vf = (x.float() for x in (q, k, v))
+    q_scale = scale_of_rows(q_descale, heads, rows).expand(q.shape[0], heads, rows)
+    k_scale = scale_of_rows(k_descale, heads, keys).expand(q.shape[0], heads, keys)
+    v_scale = scale_of_rows(v_descale, heads, keys).expand(q.shape[0], heads, keys)
+    to_base_2 = (q_scale * (scale * _LOG2_E)).unsqueeze(-1)
+    hidden = hidden_keys(q, k, 0, rows) if causal else None
+    top = qf.new_full(q.shape[:3], -math.inf)
+    total = torch.zeros_like(top)
+    acc = qf.new_zeros(*q.shape[:3], v.shape[3])
+    unit = qf.new_ones(1)
+    for start in range(0, keys, block_keys):
+        block = slice(start, min(start + block_keys, keys))
+        unseen = None if hidden is None else hidden[:, block]
+        scores = per_kv_head(qf, kf[:, :, block].transpose(-1, -2))
+        scores = scores * (to_base_2 * k_scale[:, :, block].unsqueeze(2))
+        if unseen is not None:
+            scores = scores.masked_fill(unseen, -math.inf)
+        new_top = torch.maximum(top, scores.amax(-1))
+        # A row that has seen no key yet.
+        base = torch.where(new_top == -math.inf, 0.0, new_top)
+        p = torch.exp2(scores - (base - p_exponent).unsqueeze(-1))
+        shrink = torch.exp2(top - base)
+        total = total * shrink + p.sum(-1)
+        new_unit = v_scale[:, :, start : start + 1]
+        acc = acc * (shrink * (unit / new_unit)).unsqueeze(-1)
+        acc = acc + weighted_sum(to_e4m3(p).float(), vf[:, :, block], unseen)
+        top, unit = new_top, new_unit
+    seen = total != 0
+    out = acc * (unit / torch.where(seen, total, 1.0)).unsqueeze(-1)
+    lse = (top + torch.log2(total) - p_exponent) / _LOG2_E
+    return out, torch.where(seen, lse, -math.inf)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """x in float8_e4m3fn as the hardware casts: what is too large becomes 448, NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
