@@ -17,6 +17,7 @@ from autoflash.errors import (
     UnsupportedError,
 )
 from autoflash.problem import Problem
+from autoflash.quantize import QuantizedQKV, quantize_fp8
 from autoflash.target import Target
 from autoflash.version import VERSION
 
@@ -35,6 +36,7 @@ __all__ = [
     "LockError",
     "MissingRecordError",
     "Problem",
+    "QuantizedQKV",
     "Store",
     "StoreError",
     "Target",
@@ -42,6 +44,7 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "quantize_fp8",
     "tune",
 ]
 

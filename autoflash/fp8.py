@@ -35,6 +35,17 @@ def padded_keys(keys: int) -> int:
     return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
+def scale_shape(
+    granularity: str, batch: int, heads: int, rows: int, group: int = 1
+) -> tuple[int, ...]:
+    """The shape of a descale of [batch, heads, rows, D]; ``group`` heads share one per head."""
+    if granularity == "tensor":
+        return (1,)
+    if granularity == "head":
+        return (batch, heads // group)
+    return (batch, heads, scale_blocks(rows))
+
+
 def scale_of_rows(scale: Tensor | None, heads: int, rows: int) -> Tensor:
     """The scale of each row, of a shape that broadcasts to [B, heads, rows]; ones for None."""
     if scale is None:
@@ -63,17 +74,6 @@ def key_order(keys: int, device: torch.device | str | None = None) -> Tensor:
     """
     at = torch.arange(keys, device=device).reshape(-1, 2, 4, 2)
     return at.transpose(1, 2).reshape(keys)
-
-
-def transpose_values(v: Tensor, permuted: bool) -> Tensor:
-    """[B, Hk, Dv, S16] of v [B, Hk, Sk, Dv], by rows: what ``V_LAYOUTS`` call columns, permuted."""
-    batch, heads, keys, dim = v.shape
-    # Bytes, since torch can't fill, index or copy every kind of fp8 tensor.
-    out = torch.zeros((batch, heads, dim, padded_keys(keys)), dtype=torch.uint8, device=v.device)
-    out[..., :keys] = v.view(torch.uint8).transpose(2, 3)
-    if permuted:
-        out = out[..., key_order(out.shape[-1], v.device)]
-    return out.view(v.dtype)
 
 
 def values_by_row(v: Tensor, layout: str, keys: int) -> Tensor:

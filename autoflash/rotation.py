@@ -35,24 +35,28 @@ def signs(dim: int, seed: int) -> list[bool]:
 
 
 def rotate(x: Tensor, seed: int) -> Tensor:
-    """x [..., D] times signs and the normalised Hadamard matrix, in x's dtype.
+    """x [..., D] times signs and the normalised Hadamard matrix, in x's dtype."""
+    return mix(x, seed) * normaliser(x.shape[-1])
+
+
+def mix(x: Tensor, seed: int) -> Tensor:
+    """``rotate`` without its factor, which a scale can take.
 
     A fixed order of additions: log2 rounds of sums and differences of pairs (the fast
-    Walsh-Hadamard transform), then one factor.
+    Walsh-Hadamard transform).
     """
     dim = x.shape[-1]
-    together = rotated_together(dim)
     flipped = torch.tensor(signs(dim, seed), device=x.device)
     x = torch.where(flipped, -x, x)
     step = 1
-    while step < together:
+    while step < rotated_together(dim):
         pairs = x.unflatten(-1, (-1, 2, step))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
-    return x * normaliser(together)
+    return x
 
 
-def normaliser(together: int) -> float:
-    """1 / sqrt(``together``)."""
-    return 1.0 / math.sqrt(together)
+def normaliser(dim: int) -> float:
+    """What makes ``mix`` orthogonal: 1 / sqrt of the dims that one matrix mixes."""
+    return 1.0 / math.sqrt(rotated_together(dim))

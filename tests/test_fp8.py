@@ -11,7 +11,7 @@ from autoflash.fp8 import (
     key_order,
     padded_keys,
     scale_of_rows,
-    transpose_values,
+    scale_shape,
     values_by_row,
 )
 
@@ -60,22 +60,25 @@ def test_where_keys_lie_in_a_permuted_v():
 
 @pytest.mark.parametrize("keys", [0, 1, 15, 16, 17, 40])
 @pytest.mark.parametrize("layout", ["columns", "permuted"])
-def test_a_transposed_v_holds_the_same_bytes_and_zeros_behind_them(keys, layout):
+def test_a_transposed_v_is_read_by_rows(keys, layout):
     v = all_bytes(2, 3, keys, 5)
-    found = transpose_values(v, layout == "permuted")
-    assert found.shape == (2, 3, 5, padded_keys(keys))
-    assert found.is_contiguous()
+    columns = torch.zeros(2, 3, 5, padded_keys(keys), dtype=torch.uint8)
     order = key_order(padded_keys(keys)).tolist()
     for position in range(padded_keys(keys)):
         key = order[position] if layout == "permuted" else position
-        column = found[..., position].view(torch.uint8)
         if key < keys:
-            assert torch.equal(column, v[:, :, key].view(torch.uint8))
-        else:
-            assert column.count_nonzero() == 0
-    assert torch.equal(values_by_row(found, layout, keys).view(torch.uint8), v.view(torch.uint8))
+            columns[..., position] = v[:, :, key].view(torch.uint8)
+    found = values_by_row(columns.view(v.dtype), layout, keys)
+    assert torch.equal(found.view(torch.uint8), v.view(torch.uint8))
 
 
 def test_a_v_by_rows_is_itself():
     v = all_bytes(1, 1, 4, 8)
     assert values_by_row(v, "rows", 4) is v
+
+
+def test_shapes_of_scales():
+    assert scale_shape("tensor", 2, 6, 300) == (1,)
+    assert scale_shape("head", 2, 6, 300, group=3) == (2, 2)
+    assert scale_shape("block", 2, 6, 300, group=3) == (2, 6, 3)
+    assert scale_shape("block", 2, 6, 0) == (2, 6, 0)
