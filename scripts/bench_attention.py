@@ -30,7 +30,7 @@ from rich.table import Table
 
 import autoflash
 from autoflash.problem import Problem, parse_length
-from autoflash.target import current_target
+from autoflash.target import current_target, gpu_is_present
 from autoflash.tuning.bench import PEERS, bench_problem
 from autoflash.tuning.timing import Timer
 from autoflash.tuning.versions import versions
@@ -157,8 +157,9 @@ def host_us(call: Callable[[], object]) -> float:
 
 def write_results(rows: list[dict[str, Any]], name: str, arguments: argparse.Namespace) -> Path:
     """Write ``rows`` and their provenance as JSON, and say where: to ``arguments.out``, by default
-    as ``name`` among this GPU's results."""
-    out: Path = arguments.out or Path("benchmarks") / current_target().slug / name
+    as ``name`` among this GPU's results, or among the emulated ones where there is none."""
+    folder = current_target().slug if gpu_is_present() else "emulated"
+    out: Path = arguments.out or Path("benchmarks") / folder / name
     result = {**provenance(arguments.commit), "rows": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -174,7 +175,7 @@ def provenance(commit: str) -> dict[str, str]:
         )
         commit = git.stdout.strip()
     return {
-        "gpu": current_target().name,
+        "gpu": current_target().name if gpu_is_present() else "none",
         "driver": found["driver"],
         "torch": found["torch"],
         "triton": found["triton"],
