@@ -37,13 +37,8 @@ def quantize_tiles(
         x_ptr, stride_b, stride_h, stride_s, stride_d, batch, head, rows, seqlen, seed,
         DIM, BLOCK_D, ROWS, STEPS,
     )  # fmt: skip
-    amax = tl.max(tl.abs(x))
-    if not amax < float("inf"):
-        # Rare, so that the others don't pay for it: the cast makes NaN of NaN, but 448 of infinity.
-        x = tl.where(tl.abs(x) < float("inf"), x, float("nan"))
-        amax = largest_finite(x)
     if ONE_PASS:
-        scale = scale_of(amax)
+        scale = scale_of(largest_finite(x))
         tl.store(descale_ptr + tile, scale * normal)
     else:
         index = 0
@@ -53,8 +48,10 @@ def quantize_tiles(
             first = (block == 0) & (head % group == 0)
         scale = scale_of(tl.load(amax_ptr + index).to(tl.float32, bitcast=True))
         tl.store(descale_ptr + index, scale * normal, mask=first)
-    # Rounded, the largest may be a bit above 448, which the cast makes 448.
     y = x * tl.math.div_rn(1.0, scale)
+    # The cast makes 448 of all that is more, as of the largest where it was rounded up; an infinity
+    # becomes NaN before (0 * inf + inf), all else stays.
+    y = tl.fma(y, 0.0, y)
     dims = tl.arange(0, BLOCK_D)
     start = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     at = positions.to(tl.int64)[:, None] * stride_os + dims.to(tl.int64)[None, :] * stride_od
@@ -79,9 +76,7 @@ def largest_magnitudes(
         x_ptr, stride_b, stride_h, stride_s, stride_d, batch, head, rows, seqlen, seed,
         DIM, BLOCK_D, ROWS, STEPS,
     )  # fmt: skip
-    amax = tl.max(tl.abs(x))
-    if not amax < float("inf"):
-        amax = largest_finite(x)
+    amax = largest_finite(x)
     index = 0
     if PER_HEAD:
         index = batch * (heads // group) + head // group
@@ -125,7 +120,11 @@ def sign_of(dims, seed):
 
 @triton.jit
 def largest_finite(x):
-    return tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0))
+    amax = tl.max(tl.abs(x))
+    if not amax < float("inf"):
+        # Rare enough that the others shouldn't pay for it.
+        amax = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0))
+    return amax
 
 
 @triton.jit
