@@ -33,14 +33,18 @@ def exact_fp8_attention(
 def emulate_fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Scale, k_descale: Scale, v_descale: Scale,
     *, causal: bool, scale: float, block_keys: int = 128, p_exponent: int = 8,
+    last_first: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and LSE in fp32, with the roundings of an fp8 kernel (FlashAttention-3, section 3.3).
 
     Online softmax over blocks of ``block_keys`` keys. P is at most 1 and e4m3's smallest number
     2^-9, so that P is multiplied by 2^``p_exponent`` before the cast; the row sums take P before
-    it. acc is kept in units of the v scale of the block it was last added to: its rescaling is
-    folded into the one by the softmax, and each scale is applied once. Sums are fp32: that the
-    tensor cores of Hopper keep fewer bits of an fp8 product's sum is not emulated.
+    it. Blocks go from the last key to the first with ``last_first``: a first key that takes most of
+    the weight (an attention sink) then doesn't push the others below what e4m3 can say before they
+    are added up (arXiv:2606.06521). acc is kept in units of the v scale of the block that it was
+    last added to: its rescaling is folded into the one by the softmax, and each scale is applied
+    once. Sums are fp32: that the tensor cores of Hopper keep fewer bits of an fp8 product's sum is
+    not emulated.
 
     Raises InvalidInputError if a block of keys has more than one v scale.
     """
@@ -59,7 +63,8 @@ def emulate_fp8_attention(
     total = torch.zeros_like(top)
     acc = qf.new_zeros(*q.shape[:3], v.shape[3])
     unit = qf.new_ones(1)
-    for start in range(0, keys, block_keys):
+    starts = range(0, keys, block_keys)
+    for start in reversed(starts) if last_first else starts:
         block = slice(start, min(start + block_keys, keys))
         unseen = None if hidden is None else hidden[:, block]
         scores = per_kv_head(qf, kf[:, :, block].transpose(-1, -2))

@@ -105,9 +105,26 @@ def test_small_probabilities_survive_by_the_factor_of_p(p_exponent):
     lean = math.log(4096) / 8
     out, _ = emulate_fp8_attention(
         *(x.to(FP8) for x in (q, k, v)), None, None, None, causal=False, scale=lean,
-        p_exponent=p_exponent,
+        p_exponent=p_exponent, last_first=False,
     )  # fmt: skip
     assert out[0, 0, 0, 0].item() == pytest.approx(0.0 if p_exponent == 0 else 0.5, rel=2**-4)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_a_sink_at_the_start_hides_nobody_from_the_last_to_the_first(last_first):
+    # 4096 keys of e^-13 of the first one's weight: in e4m3 nothing, unless they come before it.
+    q, k, v = (torch.zeros(1, 1, n, 16) for n in (1, 128 + 4096, 128 + 4096))
+    q[..., 0] = 1
+    k[0, 0, 1:128, 0] = -13
+    k[0, 0, 0, 0] = 13
+    v[0, 0, 128:] = 1
+    given_ = [x.to(FP8) for x in (q, k, v)]
+    exact, _ = exact_fp8_attention(*given_, None, None, None, causal=False, scale=1.0)
+    out, _ = emulate_fp8_attention(
+        *given_, None, None, None, causal=False, scale=1.0, last_first=last_first
+    )
+    assert exact[0, 0, 0, 0].item() == pytest.approx(4096 * math.exp(-13), rel=0.02)
+    assert out[0, 0, 0, 0].item() == (pytest.approx(exact[0, 0, 0, 0].item()) if last_first else 0)
 
 
 def test_unequal_scales_of_v_blocks_change_units():
