@@ -55,9 +55,10 @@ def quantize_fp8(
     """Round q, k and v to float8_e4m3fn under the scales that fit them.
 
     A scale is the largest finite magnitude of what it serves over 448, 1 if that is 0; elements
-    that aren't finite become NaN. On NVIDIA GPUs from sm_89 on one Triton kernel per tensor does
-    it, that reads the tensor once per block and twice per head or tensor (first for its
-    magnitudes); elsewhere torch, to the same bits.
+    that aren't finite become NaN. On NVIDIA GPUs from sm_89 on Triton does it: per block one kernel
+    for each tensor, which reads it once; per head and per tensor one more before it, for the
+    magnitudes. Elsewhere torch does, to the same bits. A first call compiles, and must not be in a
+    CUDA graph's capture.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim], or [batch, seqlen_q, heads, head_dim] with
