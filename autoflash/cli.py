@@ -17,12 +17,16 @@ from autoflash.cli_problems import (
     HeadDimOption,
     HeadDimVOption,
     HeadsOption,
+    KvDtypeOption,
     KvHeadsOption,
     ModelConfigOption,
+    OutDtypeOption,
+    ScalesOption,
     SeqlenKOption,
     SeqlenOption,
     SeqlenQOption,
     SeqlensOption,
+    VLayoutOption,
     ops_of,
     options_given,
     problems_given,
@@ -84,6 +88,10 @@ def tune(
     head_dim: HeadDimOption = None,
     head_dim_v: HeadDimVOption = None,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
+    out_dtype: OutDtypeOption = None,
+    scales: ScalesOption = None,
+    v_layout: VLayoutOption = None,
     causal: CausalOption = None,
     op: Annotated[
         str | None, typer.Option(help="'fwd' (default; --missed: both), 'bwd' or 'fwd,bwd'.")
@@ -207,7 +215,11 @@ def bench(
     kv_heads: Annotated[str | None, typer.Option(help="Key/value heads.")] = None,
     seqlen: Annotated[str, typer.Option(help="Length.")] = "4096",
     head_dim: Annotated[str, typer.Option(help="Head dim.")] = "128",
-    dtype: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of q: float16, bfloat16 or fp8.")] = "bfloat16",
+    kv_dtype: KvDtypeOption = None,
+    out_dtype: OutDtypeOption = None,
+    scales: ScalesOption = None,
+    v_layout: VLayoutOption = None,
     causal: Annotated[bool, typer.Option("--causal/--no-causal")] = False,
     op: Annotated[str, typer.Option(help="'fwd', or 'bwd' for the gradients.")] = "fwd",
     as_json: JsonFlag = False,
@@ -217,7 +229,8 @@ def bench(
     from autoflash.tuning.bench import bench_problem
 
     fields = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": seqlen}
-    fields |= {"head_dim": head_dim, "dtype": dtype}
+    fields |= {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype, "out_dtype": out_dtype}
+    fields |= {"scales": scales, "v_layout": v_layout}
     given = {k: v for k, v in fields.items() if v is not None}
     problem = Problem.parse({**given, "causal": causal, "op": op})
     result = bench_problem(problem)

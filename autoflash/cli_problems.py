@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from autoflash.errors import InvalidInputError
-from autoflash.problem import OPS, Problem
+from autoflash.problem import FP8_FIELDS, OPS, Problem
 
 BatchOption = Annotated[str, typer.Option(help="Batch sizes: '1' or '1,8'.")]
 HeadsOption = Annotated[str | None, typer.Option(help="Query heads.")]
@@ -19,7 +19,19 @@ SeqlenKOption = Annotated[str | None, typer.Option(help="Key length.")]
 HeadDimOption = Annotated[str | None, typer.Option(help="Head dim of q and k.")]
 HeadDimVOption = Annotated[str | None, typer.Option(help="Head dim of v; default: same.")]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="bfloat16 (default), float16 or 'fp16,bf16'.")
+    str | None, typer.Option(help="Of q: bfloat16 (default), float16, fp8 or 'fp16,bf16'.")
+]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="Of k and v; default: as q. 'fp8' beside 16 bits is mixed.")
+]
+OutDtypeOption = Annotated[
+    str | None, typer.Option(help="Of out, where q is fp8: bfloat16 (default), float16.")
+]
+ScalesOption = Annotated[
+    str | None, typer.Option(help="Granularity of fp8's scales: tensor, head (default), block.")
+]
+VLayoutOption = Annotated[
+    str | None, typer.Option(help="How an fp8 v lies: rows (default), columns, permuted.")
 ]
 CausalOption = Annotated[
     bool | None, typer.Option("--causal/--no-causal", help="Bottom-right causal mask.")
@@ -35,7 +47,10 @@ OpOption = Annotated[
 
 _SIZES = ("heads", "kv_heads", "seqlen", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 # What says which problems are meant. --op does too, but goes with every source.
-_OF_PROBLEMS = ("batch", *_SIZES, "dtype", "causal", "file", "model_config", "seqlens")
+_OF_PROBLEMS = (
+    *("batch", *_SIZES, "dtype", *FP8_FIELDS, "causal"),
+    *("file", "model_config", "seqlens"),
+)
 
 
 def options_given(context: typer.Context) -> list[str]:
@@ -89,14 +104,14 @@ def _read(
     from autoflash.tuning.problems import expand, from_file, from_model_config, unique
 
     batches, causal = split(values["batch"]), values["causal"]
-    dtypes = split(values["dtype"] or "")
+    names = ("dtype", *FP8_FIELDS)
+    types = {name: split(values[name]) for name in names if values[name] is not None}
     if file is not None:
         return from_file(Path(file))
     if model_config is not None:
         lengths = split(values["seqlens"])
-        return from_model_config(Path(model_config), lengths, batches, dtypes, causal)
-    fields = {**sizes, "batch": batches, "causal": bool(causal)}
-    return unique(expand(fields | ({"dtype": dtypes} if dtypes else {})))
+        return from_model_config(Path(model_config), lengths, batches, types, causal)
+    return unique(expand({**sizes, "batch": batches, "causal": bool(causal), **types}))
 
 
 def _of_ops(text: str | None, problems: list[Problem]) -> list[Problem]:

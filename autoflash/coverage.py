@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels.kernel import ALIGNED
-from autoflash.problem import Bucket, Problem
+from autoflash.problem import FP8_FIELDS, Bucket, Problem
 from autoflash.runtime.choose import Choice, expected_loss, serving
 from autoflash.settings import DatabaseUrl, Settings
 from autoflash.store.layers import Layers, is_there
@@ -129,7 +129,8 @@ def named_targets(
 def _size(problem: Problem) -> tuple[object, ...]:
     p = problem
     code = (p.op, p.dtype, p.head_dim, p.head_dim_v, p.causal)
-    return (*code, p.seqlen_q, p.seqlen_k, p.batch, p.heads, p.kv_heads)
+    sizes = (p.seqlen_q, p.seqlen_k, p.batch, p.heads, p.kv_heads)
+    return (*code, *(getattr(p, name) for name in FP8_FIELDS), *sizes)
 
 
 def _cell(problem: Problem, target: Target, choice: Choice, layers: Layers) -> Cell:

@@ -13,8 +13,11 @@ v lies by rows, [B, Hk, Sk, Dv], or in one of two transposed layouts, [B, Hk, Dv
 next multiple of 16 and zeros behind the last key: what fp8 matrix instructions read.
 """
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 E4M3_MAX = 448.0
 SCALE_BLOCK = 128
@@ -46,8 +49,10 @@ def scale_shape(
     return (batch, heads, scale_blocks(rows))
 
 
-def scale_of_rows(scale: Tensor | None, heads: int, rows: int) -> Tensor:
+def scale_of_rows(scale: "Tensor | None", heads: int, rows: int) -> "Tensor":
     """The scale of each row, of a shape that broadcasts to [B, heads, rows]; ones for None."""
+    import torch
+
     if scale is None:
         return torch.ones(1, 1, 1)
     if scale.dim() < 2:
@@ -59,25 +64,32 @@ def scale_of_rows(scale: Tensor | None, heads: int, rows: int) -> Tensor:
     return by_row.repeat_interleave(heads // scale.shape[1], dim=1)
 
 
-def dequantize(x: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
-    """scale * x, for x [B, H, S, D]; in fp64 nothing is rounded."""
+def dequantize(x: "Tensor", scale: "Tensor | None", dtype: "torch.dtype | None" = None) -> "Tensor":
+    """scale * x, for x [B, H, S, D], in ``dtype`` (fp64, where nothing is rounded)."""
+    import torch
+
+    dtype = dtype or torch.float64
     by_row = scale_of_rows(scale, x.shape[1], x.shape[2]).to(x.device, dtype)
     return x.to(dtype) * by_row.unsqueeze(-1)
 
 
-def key_order(keys: int, device: torch.device | str | None = None) -> Tensor:
+def key_order(keys: int, device: "torch.device | str | None" = None) -> "Tensor":
     """The key at each position of a permuted v, [keys], ``keys`` a multiple of 16.
 
     Position 16a + 4q + 2g + e holds key 16a + 8g + 2q + e (g, e < 2; q < 4). The four scores that a
     thread of a matrix instruction gets of each 16 keys (its accumulator) are then the four
     probabilities that it must supply to the next one (its 8-bit operand): none changes threads.
     """
+    import torch
+
     at = torch.arange(keys, device=device).reshape(-1, 2, 4, 2)
     return at.transpose(1, 2).reshape(keys)
 
 
-def values_by_row(v: Tensor, layout: str, keys: int) -> Tensor:
+def values_by_row(v: "Tensor", layout: str, keys: int) -> "Tensor":
     """v [B, Hk, ``keys``, Dv] of a v in any layout."""
+    import torch
+
     if layout == "rows":
         return v
     columns = v.view(torch.uint8)

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoflash.errors import InvalidInputError
+from autoflash.fp8 import GRANULARITIES, V_LAYOUTS
 
 MAX_HEAD_DIM = 256
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+FP8 = "float8_e4m3fn"
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, FP8: 1}
 _DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_DTYPE_ALIASES |= {"fp8": FP8, "e4m3": FP8}
+_HALF_DTYPES = ("float16", "bfloat16")
 _SUFFIXES = {"k": 1024, "m": 1024 * 1024}
 OPS = ("fwd", "bwd")
 
@@ -20,7 +24,16 @@ class Problem:
 
     q is [batch, heads, seqlen_q, head_dim], k [batch, kv_heads, seqlen_k, head_dim] and
     v [batch, kv_heads, seqlen_k, head_dim_v]. ``causal`` is aligned bottom-right: row i sees key j
-    when j <= i + seqlen_k - seqlen_q. Raises InvalidInputError for values that describe no call.
+    when j <= i + seqlen_k - seqlen_q. ``dtype`` is q's.
+
+    The other fields are of fp8 and have their defaults elsewhere; text, files and stored rows leave
+    defaults out. ``kv_dtype`` is that of k and v if it isn't q's: float8_e4m3fn beside 16 bits (the
+    mixed mode). ``out_dtype`` is out's, "" for q's or, if that is fp8, bfloat16. ``scales`` is the
+    finest granularity of the descales that are given ("tensor", "head" or "block": autoflash.fp8),
+    and "" where nothing is fp8. ``v_layout`` is how v lies ("rows", "columns" or "permuted"). What
+    comes to the same is made the same: kv_dtype=dtype becomes "", and so does out_dtype.
+
+    Raises InvalidInputError for values that describe no call.
     """
 
     batch: int
@@ -33,6 +46,10 @@ class Problem:
     dtype: str
     causal: bool = False
     op: str = "fwd"
+    kv_dtype: str = ""
+    out_dtype: str = ""
+    scales: str = ""
+    v_layout: str = "rows"
 
     def __post_init__(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -57,13 +74,20 @@ class Problem:
             raise InvalidInputError(f"causal={self.causal!r}: must be true or false")
         if self.op not in OPS:
             raise InvalidInputError(f"op={self.op!r}: must be one of {', '.join(OPS)}")
+        # Whether k and v are told to be what q is, or out what it is anyway, makes no difference.
+        if self.kv_dtype == self.dtype:
+            object.__setattr__(self, "kv_dtype", "")
+        if self.out_dtype == _default_out(self.dtype):
+            object.__setattr__(self, "out_dtype", "")
+        _check_fp8(self)
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> "Problem":
         """Build a Problem from text or a file's mapping: '4k' lengths, dtype aliases, defaults.
 
         ``seqlen`` sets both lengths; kv_heads defaults to heads, head_dim_v to head_dim, dtype to
-        bfloat16. Raises InvalidInputError and names an unknown or missing field.
+        bfloat16, scales of fp8 to "head", as quantize_fp8's. Raises InvalidInputError and names an
+        unknown or missing field.
         """
         values = dict(fields)
         if "seqlen" in values:
@@ -78,14 +102,33 @@ class Problem:
         values.setdefault("kv_heads", values.get("heads"))
         values.setdefault("head_dim_v", values.get("head_dim"))
         values.setdefault("dtype", "bfloat16")
-        values["dtype"] = canonical_dtype(values["dtype"])
+        for name in ("dtype", "kv_dtype", "out_dtype"):
+            if values.get(name):
+                values[name] = canonical_dtype(values[name])
+        if FP8 in (values["dtype"], values.get("kv_dtype")):
+            values.setdefault("scales", "head")
         for name in known:
-            if name in ("dtype", "causal", "op"):
+            if name in ("dtype", "causal", "op", *FP8_FIELDS):
                 continue
             if values.get(name) is None:
                 raise InvalidInputError(f"problem field {name!r} is missing")
             values[name] = parse_length(name, values[name])
         return cls(**values)
+
+    @property
+    def dtype_of_kv(self) -> str:
+        """The dtype of k and v."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def dtype_of_out(self) -> str:
+        """The dtype of out."""
+        return self.out_dtype or _default_out(self.dtype)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether k and v are fp8; q is too, or has 16 bits."""
+        return self.dtype_of_kv == FP8
 
     @property
     def group(self) -> int:
@@ -119,16 +162,18 @@ class Problem:
     def min_bytes(self) -> int:
         """Bytes that must move at least: q, k and v read once, out and LSE written once; backward
         these and dout read once, and three gradients written."""
-        size = DTYPE_BYTES[self.dtype]
-        dims = self.head_dim + self.head_dim_v
         # Backward: q, dq, out, dout beside q, out; k, v, dk, dv beside k, v.
-        row, key = (2 * dims, 2 * dims) if self.op == "bwd" else (dims, dims)
-        rows = self.batch * self.heads * self.seqlen_q * (row * size + 4)
-        return rows + self.batch * self.kv_heads * self.seqlen_k * key * size
+        times = 2 if self.op == "bwd" else 1
+        row = self.head_dim * DTYPE_BYTES[self.dtype]
+        row += self.head_dim_v * DTYPE_BYTES[self.dtype_of_out]
+        key = (self.head_dim + self.head_dim_v) * DTYPE_BYTES[self.dtype_of_kv]
+        rows = self.batch * self.heads * self.seqlen_q * (times * row + 4)
+        return rows + self.batch * self.kv_heads * self.seqlen_k * times * key
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, in their order."""
-        return dataclasses.asdict(self)
+        """The fields, in their order; those of fp8 only if they differ from their defaults."""
+        fields = dataclasses.asdict(self)
+        return {name: x for name, x in fields.items() if FP8_FIELDS.get(name) != x}
 
     def label(self) -> str:
         """A short name for tables and logs."""
@@ -140,7 +185,8 @@ class Problem:
         if self.seqlen_k != self.seqlen_q:
             lengths += f"x{self.seqlen_k}"
         mask = " causal" if self.causal else ""
-        return f"{self.op} {self.dtype} b{self.batch} h{heads} {lengths} {dims}{mask}"
+        sizes = f"b{self.batch} h{heads} {lengths} {dims}{mask}"
+        return f"{self.op} {_dtypes_in_words(self)} {sizes}{_fp8_in_words(self)}"
 
     def flags(self) -> str:
         """The options that name it on the command line."""
@@ -150,15 +196,29 @@ class Problem:
             f"--head-dim {self.head_dim} --head-dim-v {self.head_dim_v} --dtype {self.dtype}",
         ]
         parts += ["--causal"] if self.causal else []
+        fp8 = {name: getattr(self, name) for name in FP8_FIELDS}
+        parts += [
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in fp8.items()
+            if value != FP8_FIELDS[name]
+        ]
         return " ".join(parts + ([] if self.op == "fwd" else [f"--op {self.op}"]))
+
+
+# The fields of Problem, and of Bucket, that fp8 needs, with what they are without it.
+FP8_FIELDS = {
+    field.name: field.default
+    for field in dataclasses.fields(Problem)
+    if field.name in ("kv_dtype", "out_dtype", "scales", "v_layout")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """The rounded Problem under which a record is shared.
 
-    What changes the code is kept (dtype, head dims, causal, group); sizes are rounded up to a power
-    of two, since neighbours in size want the same tiles.
+    What changes the code is kept (dtypes, head dims, causal, group, scales and layout of fp8);
+    sizes are rounded up to a power of two, since neighbours in size want the same tiles.
     """
 
     op: str
@@ -170,6 +230,10 @@ class Bucket:
     batch_heads: int
     seqlen_q: int
     seqlen_k: int
+    kv_dtype: str = ""
+    out_dtype: str = ""
+    scales: str = ""
+    v_layout: str = "rows"
 
     @classmethod
     def of(cls, problem: Problem) -> "Bucket":
@@ -184,15 +248,19 @@ class Bucket:
             batch_heads=next_power_of_2(problem.batch * problem.heads),
             seqlen_q=next_power_of_2(problem.seqlen_q),
             seqlen_k=next_power_of_2(problem.seqlen_k),
+            kv_dtype=problem.kv_dtype,
+            out_dtype=problem.out_dtype,
+            scales=problem.scales,
+            v_layout=problem.v_layout,
         )
 
     def distance(self, other: "Bucket") -> float | None:
         """How far ``other``'s best config is likely to be from ours, in octaves of size.
 
         None when the code differs so that a config doesn't carry over. float16 and bfloat16 take
-        the same instructions and registers: their configs do.
+        the same instructions and registers: their configs do. So do those of other scales.
         """
-        for name in ("op", "head_dim", "head_dim_v", "causal"):
+        for name in ("op", "head_dim", "head_dim_v", "causal", "kv_dtype", "v_layout"):
             if getattr(self, name) != getattr(other, name):
                 return None
         if other.dtype not in kindred_dtypes(self.dtype):
@@ -200,15 +268,17 @@ class Bucket:
         octaves = abs(_log2(self.batch_heads) - _log2(other.batch_heads)) / 2
         octaves += abs(_log2(self.seqlen_k) - _log2(other.seqlen_k))
         octaves += abs(_log2(self.seqlen_q) - _log2(other.seqlen_q))
-        octaves += 0.25 if self.dtype != other.dtype else 0.0
+        for name in ("dtype", "out_dtype", "scales"):
+            octaves += 0.25 if getattr(self, name) != getattr(other, name) else 0.0
         return octaves + (0.5 if self.group != other.group else 0.0)
 
     def label(self) -> str:
         """A short name for tables and logs."""
         mask = " causal" if self.causal else ""
         return (
-            f"{self.op} {self.dtype} bh{self.batch_heads} group{self.group} "
+            f"{self.op} {_dtypes_in_words(self)} bh{self.batch_heads} group{self.group} "
             f"s{self.seqlen_q}x{self.seqlen_k} d{self.head_dim}v{self.head_dim_v}{mask}"
+            f"{_fp8_in_words(self)}"
         )
 
 
@@ -223,8 +293,7 @@ def canonical_dtype(name: object) -> str:
 
 def kindred_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes, ``dtype`` among them, whose kernels want the same configs."""
-    pair = ("float16", "bfloat16")
-    return pair if dtype in pair else (dtype,)
+    return _HALF_DTYPES if dtype in _HALF_DTYPES else (dtype,)
 
 
 def parse_length(name: str, value: object) -> int:
@@ -242,6 +311,52 @@ def parse_length(name: str, value: object) -> int:
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is at least ``value``; 1 for 0."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def _default_out(dtype: str) -> str:
+    """The dtype of out for q's."""
+    return "bfloat16" if dtype == FP8 else dtype
+
+
+def _dtypes_in_words(noun: Problem | Bucket) -> str:
+    """q's dtype, with that of k and v and of out if they are others."""
+    kv = f"/{noun.kv_dtype}" if noun.kv_dtype else ""
+    return noun.dtype + kv + (f"->{noun.out_dtype}" if noun.out_dtype else "")
+
+
+def _fp8_in_words(noun: Problem | Bucket) -> str:
+    """How scales and v lie, if anything is fp8."""
+    layout = f" v_{noun.v_layout}" if noun.v_layout != "rows" else ""
+    return f" {noun.scales}_scales{layout}" if noun.scales else ""
+
+
+def _check_fp8(problem: Problem) -> None:
+    """Raise InvalidInputError unless dtypes, scales and layout of v go together."""
+    p = problem
+    if p.kv_dtype and (p.kv_dtype != FP8 or p.dtype not in _HALF_DTYPES):
+        raise InvalidInputError(
+            f"kv_dtype={p.kv_dtype!r} with dtype={p.dtype!r}: must be dtype, or {FP8} where that "
+            f"is one of {', '.join(_HALF_DTYPES)}"
+        )
+    if p.out_dtype and (p.dtype != FP8 or p.out_dtype not in _HALF_DTYPES):
+        allowed = " or ".join(_HALF_DTYPES) if p.dtype == FP8 else p.dtype
+        raise InvalidInputError(
+            f"out_dtype={p.out_dtype!r} with dtype={p.dtype!r}: must be {allowed}"
+        )
+    if not p.is_fp8:
+        for name in ("scales", "v_layout"):
+            if getattr(p, name) != FP8_FIELDS[name]:
+                raise InvalidInputError(
+                    f"{name}={getattr(p, name)!r}: only k and v in {FP8} have that"
+                )
+        return
+    if p.op != "fwd":
+        raise InvalidInputError(f"op={p.op!r}: fp8 attention has no gradients, its op is 'fwd'")
+    if p.scales not in GRANULARITIES:
+        known = ", ".join(GRANULARITIES)
+        raise InvalidInputError(f"scales={p.scales!r}: of fp8 they must be one of {known}")
+    if p.v_layout not in V_LAYOUTS:
+        raise InvalidInputError(f"v_layout={p.v_layout!r}: must be one of {', '.join(V_LAYOUTS)}")
 
 
 def _log2(power: int) -> int:

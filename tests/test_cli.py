@@ -201,6 +201,25 @@ def problem(**changes):
             "--heads 16 --seqlen-q 1 --seqlen-k 4k --head-dim 192 --head-dim-v 128 --dtype half",
             [problem(seqlen_q=1, head_dim=192, dtype="float16")],
         ),
+        (
+            "--heads 16 --seqlen 4k --head-dim 128 --dtype fp8",
+            [problem(dtype="float8_e4m3fn", scales="head")],
+        ),
+        (
+            "--heads 16 --seqlen 4k --head-dim 128 --kv-dtype fp8 --scales tensor,block "
+            "--v-layout columns",
+            [
+                problem(kv_dtype="float8_e4m3fn", scales=scales, v_layout="columns")
+                for scales in ("tensor", "block")
+            ],
+        ),
+        (
+            "--heads 16 --seqlen 4k --head-dim 128 --dtype fp8 --out-dtype fp16,bf16",
+            [
+                problem(dtype="float8_e4m3fn", scales="head", out_dtype=out)
+                for out in ("float16", "")
+            ],
+        ),
         ("--heads 16 --seqlen 4k --head-dim 128 --no-causal", [problem()]),
         ("--heads 16,16 --seqlen 4k,4096 --head-dim 128", [problem()]),
     ],
@@ -246,6 +265,13 @@ def test_problems_from_a_file(asked, tmp_path):
             [
                 problem(heads=32, kv_heads=8, seqlen_q=s, seqlen_k=s, causal=True)
                 for s in (1024, 4096, 16384)
+            ],
+        ),
+        (
+            ["--seqlens", "2k", "--kv-dtype", "fp8"],
+            [
+                problem(heads=32, kv_heads=8, seqlen_q=2048, seqlen_k=2048, causal=True,
+                        kv_dtype="float8_e4m3fn", scales="head")
             ],
         ),
         (
@@ -644,7 +670,10 @@ def test_show_of_nothing(stored, words):
     ("words", "message"),
     [
         (["--seqlen", "x"], "error: seqlen='x': must be a whole number such as 4096 or 4k"),
-        (["--dtype", "int8"], "error: dtype='int8': must be one of float16, bfloat16, float32"),
+        (
+            ["--dtype", "int8"],
+            "error: dtype='int8': must be one of float16, bfloat16, float32, float8_e4m3fn",
+        ),
     ],
 )
 def test_show_checks_its_flags(words, message):

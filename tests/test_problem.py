@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autoflash.errors import AutoFlashError, InvalidInputError
 from autoflash.problem import (
+    FP8_FIELDS,
     MAX_HEAD_DIM,
     Bucket,
     Problem,
@@ -82,7 +83,8 @@ def test_heads_must_be_a_multiple_of_kv_heads():
 def test_a_problem_takes_canonical_dtypes_only(dtype):
     with pytest.raises(InvalidInputError) as caught:
         problem(dtype=dtype)
-    assert str(caught.value) == (f"dtype={dtype!r}: must be one of float16, bfloat16, float32")
+    known = "float16, bfloat16, float32, float8_e4m3fn"
+    assert str(caught.value) == f"dtype={dtype!r}: must be one of {known}"
 
 
 @pytest.mark.parametrize("causal", [1, 0, None, "true"])
@@ -151,7 +153,7 @@ def test_parse_names_an_unknown_field_and_the_known_ones():
         Problem.parse({"batch": 1, "head": 2, "seqlen": 4, "head_dim": 64})
     assert str(caught.value) == (
         "unknown problem field 'head': known are batch, heads, kv_heads, seqlen_q, seqlen_k, "
-        "head_dim, head_dim_v, dtype, causal, op and seqlen"
+        "head_dim, head_dim_v, dtype, causal, op, kv_dtype, out_dtype, scales, v_layout and seqlen"
     )
 
 
@@ -193,18 +195,20 @@ def test_parse_length_refuses(value):
     [
         ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("fp16", "float16"), ("half", "float16"),
         ("fp32", "float32"), ("float32", "float32"), ("torch.bfloat16", "bfloat16"),
-        (torch.float16, "float16"),
+        (torch.float16, "float16"), ("fp8", "float8_e4m3fn"), ("e4m3", "float8_e4m3fn"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
     ],
 )  # fmt: skip
 def test_dtype_aliases(name, expected):
     assert canonical_dtype(name) == expected
 
 
-@pytest.mark.parametrize("name", ["float64", "int8", "", None, torch.float64, "fp8"])
+@pytest.mark.parametrize("name", ["float64", "int8", "", None, torch.float64, "e4m3fnuz"])
 def test_dtypes_that_are_refused(name):
     with pytest.raises(InvalidInputError) as caught:
         canonical_dtype(name)
-    assert str(caught.value) == f"dtype={name!r}: must be one of float16, bfloat16, float32"
+    known = "float16, bfloat16, float32, float8_e4m3fn"
+    assert str(caught.value) == f"dtype={name!r}: must be one of {known}"
 
 
 def test_label():
@@ -383,3 +387,136 @@ def test_ops_do_not_share_records():
     assert Bucket.of(backward) != Bucket.of(forward)
     assert Bucket.of(backward).distance(Bucket.of(forward)) is None
     assert Problem.parse(backward.as_dict()) == backward
+
+
+# --- fp8
+
+FP8 = problem(dtype="float8_e4m3fn", scales="head")
+MIXED = problem(kv_dtype="float8_e4m3fn", scales="block", v_layout="permuted")
+
+
+def test_what_comes_to_the_same_is_the_same():
+    assert problem(kv_dtype="float16", out_dtype="float16") == BASE
+    assert hash(problem(kv_dtype="float16")) == hash(BASE)
+    same = dataclasses.replace(FP8, kv_dtype="float8_e4m3fn", out_dtype="bfloat16")
+    assert (same, same.kv_dtype, same.out_dtype) == (FP8, "", "")
+    assert (FP8.dtype_of_kv, FP8.dtype_of_out) == ("float8_e4m3fn", "bfloat16")
+    assert dataclasses.replace(FP8, out_dtype="float16").dtype_of_out == "float16"
+    assert (MIXED.dtype_of_kv, MIXED.dtype_of_out) == ("float8_e4m3fn", "float16")
+    assert (BASE.dtype_of_kv, BASE.dtype_of_out) == ("float16", "float16")
+    assert [p.is_fp8 for p in (BASE, FP8, MIXED)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_dtype": "bfloat16"}, "kv_dtype='bfloat16' with dtype='float16': must be dtype, or"),
+        (
+            {"dtype": "float32", "kv_dtype": "float8_e4m3fn", "scales": "head"},
+            "kv_dtype='float8_e4m3fn' with dtype='float32': must be dtype, or float8_e4m3fn where "
+            "that is one of float16, bfloat16",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "kv_dtype": "float16", "scales": "head"},
+            "kv_dtype='float16' with dtype='float8_e4m3fn'",
+        ),
+        ({"kv_dtype": 8}, "kv_dtype=8 with"),
+        ({"out_dtype": "bfloat16"}, "out_dtype='bfloat16' with dtype='float16': must be float16"),
+        (
+            {"dtype": "float8_e4m3fn", "scales": "head", "out_dtype": "float32"},
+            "out_dtype='float32' with dtype='float8_e4m3fn': must be float16 or bfloat16",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "scales": "head", "out_dtype": "float8_e4m3fn"},
+            "out_dtype='float8_e4m3fn' with dtype='float8_e4m3fn'",
+        ),
+        ({"scales": "head"}, "scales='head': only k and v in float8_e4m3fn have that"),
+        ({"v_layout": "columns"}, "v_layout='columns': only k and v in float8_e4m3fn have that"),
+        ({"dtype": "float8_e4m3fn"}, "scales='': of fp8 they must be one of tensor, head, block"),
+        (
+            {"dtype": "float8_e4m3fn", "scales": "row"},
+            "scales='row': of fp8 they must be one of tensor, head, block",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "scales": "head", "v_layout": "transposed"},
+            "v_layout='transposed': must be one of rows, columns, permuted",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "scales": "head", "op": "bwd"},
+            "op='bwd': fp8 attention has no gradients, its op is 'fwd'",
+        ),
+    ],
+)
+def test_what_of_fp8_goes_together(changes, message):
+    with pytest.raises(InvalidInputError) as caught:
+        problem(**changes)
+    assert str(caught.value).startswith(message)
+
+
+def test_parse_fp8():
+    text = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen_q": 100, "seqlen_k": 300,
+            "head_dim": 80, "head_dim_v": 64, "causal": True}  # fmt: skip
+    assert Problem.parse({**text, "dtype": "fp8"}) == FP8
+    mixed = {"dtype": "half", "kv_dtype": "fp8", "scales": "block", "v_layout": "permuted"}
+    assert Problem.parse({**text, **mixed}) == MIXED
+    assert Problem.parse({**text, "dtype": "half", "kv_dtype": "fp16"}) == BASE
+    for p in (FP8, MIXED, dataclasses.replace(FP8, out_dtype="float16", scales="tensor")):
+        assert Problem.parse(p.as_dict()) == p
+
+
+def test_only_fp8_is_written_with_its_fields():
+    fields = set(BASE.as_dict())
+    assert fields == {f.name for f in dataclasses.fields(Problem)} - set(FP8_FIELDS)
+    assert set(FP8.as_dict()) - fields == {"scales"}
+    assert set(MIXED.as_dict()) - fields == {"kv_dtype", "scales", "v_layout"}
+    assert {n: f.default for n, f in Bucket.__dataclass_fields__.items() if n in FP8_FIELDS} == (
+        FP8_FIELDS
+    )
+
+
+def test_labels_and_flags_of_fp8():
+    sizes = "b2 h8/2 s100x300 d80v64 causal"
+    assert FP8.label() == f"fwd float8_e4m3fn {sizes} head_scales"
+    assert MIXED.label() == f"fwd float16/float8_e4m3fn {sizes} block_scales v_permuted"
+    half = dataclasses.replace(FP8, out_dtype="float16", v_layout="columns")
+    assert half.label() == f"fwd float8_e4m3fn->float16 {sizes} head_scales v_columns"
+    assert Bucket.of(half).label() == (
+        "fwd float8_e4m3fn->float16 bh16 group4 s128x512 d80v64 causal head_scales v_columns"
+    )
+    assert "--dtype float16" in BASE.flags()
+    assert not any(name in BASE.flags() for name in ("kv-dtype", "scales", "layout", "out-"))
+    assert FP8.flags().endswith("--dtype float8_e4m3fn --causal --scales head")
+    assert MIXED.flags().endswith(
+        "--dtype float16 --causal --kv-dtype float8_e4m3fn --scales block --v-layout permuted"
+    )
+    assert half.flags().endswith("--causal --out-dtype float16 --scales head --v-layout columns")
+
+
+def test_min_bytes_of_fp8():
+    b, h, hk, sq, sk, d, dv = 2, 8, 2, 100, 300, 80, 64
+    q, k, v, out = b * h * sq * d, b * hk * sk * d, b * hk * sk * dv, b * h * sq * dv
+    assert FP8.min_bytes == q + k + v + 2 * out + b * h * sq * 4
+    assert MIXED.min_bytes == 2 * q + k + v + 2 * out + b * h * sq * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.0),
+        ({"scales": "block"}, 0.25),
+        ({"out_dtype": "float16"}, 0.25),
+        ({"out_dtype": "float16", "scales": "tensor", "seqlen_q": 200}, 1.5),
+        ({"v_layout": "columns"}, None),
+        ({"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}, None),
+        ({"dtype": "bfloat16", "scales": ""}, None),
+    ],
+)
+def test_distance_between_problems_of_fp8(changes, expected):
+    here, there = Bucket.of(FP8), Bucket.of(dataclasses.replace(FP8, **changes))
+    assert here.distance(there) == there.distance(here) == expected
+    assert (here == there) == (expected == 0)
+
+
+def test_mixed_problems_are_kindred_as_their_queries_are():
+    other = dataclasses.replace(MIXED, dtype="bfloat16")
+    assert Bucket.of(MIXED).distance(Bucket.of(other)) == 0.25

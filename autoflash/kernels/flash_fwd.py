@@ -63,6 +63,8 @@ class FlashFwd(OneFunction):
     space = SPACE
 
     def serves(self, problem: Problem, target: Target) -> str | None:
+        if problem.is_fp8:
+            return "it takes no fp8"
         if problem.dtype == "float32":
             return "float32 is not served on a GPU: use float16 or bfloat16"
         if target.vendor == "nvidia" and target.capability < 80:

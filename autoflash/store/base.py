@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, func, insert, or_, select
+from sqlalchemy import Column, Connection, Engine, Select, func, insert, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -17,10 +17,11 @@ from autoflash.store import schema
 from autoflash.store.answer import Answer
 from autoflash.store.evidence import Kernels, listing_order
 from autoflash.store.lookups import Lookups, Refused
-from autoflash.store.models import RecordRow, TrialRow
+from autoflash.store.models import RecordRow, TrialRow, columns_of
 from autoflash.store.parts import PROBLEM_FIELDS
 from autoflash.store.record import Trial, TrialStatus, TuningRecord
 from autoflash.store.rows import (
+    Columns,
     record_from_row,
     record_to_row,
     rows_of,
@@ -135,9 +136,8 @@ class AnyStore(ABC):
 
     def trials(self, bucket: Bucket, target: Target, kernel: str | None = None) -> list[Trial]:
         """The trials of a study (of one kernel, if named), in the order they were added in."""
-        query = self._columns(TrialRow).where(
-            *same_bucket(TrialRow, bucket), *same_target(TrialRow, target)
-        )
+        has = self.columns(TrialRow)
+        query = self._whole(TrialRow).where(*same_bucket(has, bucket), *same_target(has, target))
         if kernel is not None:
             query = query.where(TrialRow.kernel == kernel)
         query = query.order_by(TrialRow.id)
@@ -150,10 +150,13 @@ class AnyStore(ABC):
         Problems are those that the config could carry over to.
         """
         row = record_to_row(record)
-        problem = [getattr(TrialRow, name) for name in PROBLEM_FIELDS]
+        has = self.columns(TrialRow)
+        # What an older database lacks is the same in all its rows.
+        names = [name for name in PROBLEM_FIELDS if isinstance(has[name], Column)]
+        problem = [has[name] for name in names]
         clean = (
-            *same_code(TrialRow, record.bucket),
-            *same_target(TrialRow, record.target),
+            *same_code(has, record.bucket),
+            *same_target(has, record.target),
             TrialRow.status == TrialStatus.ok.value,
             TrialRow.median_ms > 0,
         )
@@ -161,8 +164,8 @@ class AnyStore(ABC):
         best = select(*problem, fastest).where(*clean).group_by(*problem).subquery()
         same = (TrialRow.kernel == row["kernel"], TrialRow.config == row["config"])
         own = select(*problem, fastest).where(*clean, *same).group_by(*problem).subquery()
-        matches = [own.c[name] == best.c[name] for name in PROBLEM_FIELDS]
-        elsewhere = or_(*(own.c[name] != row[name] for name in PROBLEM_FIELDS))
+        matches = [own.c[name] == best.c[name] for name in names]
+        elsewhere = or_(*(own.c[name] != row[name] for name in names))
         query = select(own.c.ms.label("own_ms"), best.c.ms.label("best_ms")).where(
             *matches, elsewhere
         )
@@ -173,9 +176,9 @@ class AnyStore(ABC):
         """All records (of one target's identity, if given), by target, bucket, then best first."""
         # Plain columns, not objects: a stranger's table may lack the key that objects go by.
         # Of what is equal otherwise the last one that was added comes first.
-        query = self._columns(RecordRow).order_by(RecordRow.id.desc())
+        query = self._whole(RecordRow).order_by(RecordRow.id.desc())
         if target is not None:
-            query = query.where(*same_target(RecordRow, target))
+            query = query.where(*same_target(self.columns(RecordRow), target))
         return sorted(self._read(query, record_from_row, "list records"), key=listing_order)
 
     def numbered_records(self, refused: Refused | None = None) -> list[tuple[int, TuningRecord]]:
@@ -183,16 +186,18 @@ class AnyStore(ABC):
 
         ``refused`` hears of each row that was skipped; without it the first one is warned of.
         """
-        query = self._columns(RecordRow).order_by(RecordRow.id)
+        query = self._whole(RecordRow).order_by(RecordRow.id)
         return self._read(
             query, lambda row: (row["id"], record_from_row(row)), "list records", refused
         )
 
-    def _columns(self, table: type[RecordRow | TrialRow]) -> Select[Any]:
-        """Those that the database has: one that is only read may be older."""
-        added = schema.ADDED[table.__tablename__]
-        columns = table.__table__.columns
-        return select(*(c for c in columns if added.get(c.name, "") <= self.schema_version))
+    def columns(self, table: type[RecordRow | TrialRow]) -> Columns:
+        """Those of ``table``, by name: a database that is only read may be older, and lack some."""
+        return columns_of(table, self.schema_version)
+
+    def _whole(self, table: type[RecordRow | TrialRow]) -> Select[Any]:
+        """Whole rows of ``table``."""
+        return select(*self.columns(table).values())
 
     def _read(
         self,
@@ -217,7 +222,9 @@ class AnyStore(ABC):
 
     def _look_up(self, question: Callable[[Lookups], T]) -> T:
         return self._ask(
-            lambda connection: question(Lookups(connection, self._warn_of_bad_row)),
+            lambda connection: question(
+                Lookups(connection, self.schema_version, self._warn_of_bad_row)
+            ),
             "look up records",
         )
 

@@ -12,7 +12,7 @@ from autoflash.store.record import LockEntry, TuningRecord
 
 _BY_PROBLEM = operator.attrgetter(
     *("op", "dtype", "head_dim", "head_dim_v", "causal", "seqlen_q", "seqlen_k", "batch"),
-    *("heads", "kv_heads"),
+    *("heads", "kv_heads", "kv_dtype", "out_dtype", "scales", "v_layout"),
 )
 FORMAT = "autoflash-records"
 VERSION = 1

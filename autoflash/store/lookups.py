@@ -1,5 +1,6 @@
 """What serving asks of the records of a database, all on one connection."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from autoflash.errors import AutoFlashError
 from autoflash.problem import Bucket
 from autoflash.store.answer import Answer, answer_of
 from autoflash.store.evidence import Kernels, best_of, evidence_order
-from autoflash.store.models import RecordRow
+from autoflash.store.models import RecordRow, columns_of
 from autoflash.store.record import TuningRecord
 from autoflash.store.rows import (
     BUCKET_COLUMNS,
@@ -19,6 +20,7 @@ from autoflash.store.rows import (
     record_from_row,
     rows_of,
     same_code,
+    same_target,
 )
 from autoflash.target import Target
 
@@ -27,17 +29,17 @@ Refused = Callable[[object, AutoFlashError], None]
 # Where records compete: a bucket, and a target's identity.
 Place = tuple[Bucket, tuple[object, ...]]
 
-_RECORD = RecordRow.__table__.columns
 _PLACE = [*BUCKET_COLUMNS.values(), *TARGET_COLUMNS.values()]
-_HERE = [_RECORD[name] == bindparam(name) for name in _PLACE]
 
 
 class Lookups:
     """The questions of a lookup; see ``AnyStore``, whose methods of the same names say more."""
 
-    def __init__(self, connection: Connection, refused: Refused) -> None:
-        """``refused`` hears of each row that was skipped."""
+    def __init__(self, connection: Connection, version: str, refused: Refused) -> None:
+        """``version`` is the schema's; ``refused`` hears of each row that was skipped."""
         self._connection = connection
+        self._version = version
+        self._columns = columns_of(RecordRow, version)
         self._refused = refused
 
     def answer(self, bucket: Bucket, target: Target, kernels: Kernels) -> Answer:
@@ -52,12 +54,12 @@ class Lookups:
         self, bucket: Bucket, target: Target, kernels: Kernels
     ) -> Iterator[TuningRecord]:
         """The best measured record of each other bucket of the target, nearest first."""
-        own = [_RECORD[column] == getattr(target, name) for name, column in TARGET_COLUMNS.items()]
-        return self._nearest(_places(bucket).where(*own), bucket, kernels, beside=bucket)
+        query = self._places(bucket).where(*same_target(self._columns, target))
+        return self._nearest(query, bucket, kernels, beside=bucket)
 
     def siblings(self, bucket: Bucket, target: Target, kernels: Kernels) -> Iterator[TuningRecord]:
         """The best measured record of each bucket and other target of the arch, nearest first."""
-        query = _places(bucket).where(_RECORD.target_arch == target.arch)
+        query = self._places(bucket).where(self._columns["target_arch"] == target.arch)
         return self._nearest(query, bucket, kernels, beside=target.identity)
 
     def _nearest(
@@ -65,7 +67,7 @@ class Lookups:
     ) -> Iterator[TuningRecord]:
         """Reads the records of a place only when it is asked for them."""
         if kernels is not None:
-            places = places.where(_RECORD.kernel.in_(sorted(kernels)))
+            places = places.where(self._columns["kernel"].in_(sorted(kernels)))
         found = [
             (distance, place)
             for place in map(_place, self._connection.execute(places).fetchall())
@@ -83,7 +85,8 @@ class Lookups:
         values = {column: getattr(bucket, name) for name, column in BUCKET_COLUMNS.items()}
         values |= dict(zip(TARGET_COLUMNS.values(), identity, strict=True))
         values |= {} if kernels is None else {"kernels": sorted(kernels)}
-        rows = self._connection.execute(_SAID[measured, kernels is None], values).fetchall()
+        query = _said(self._version, measured, kernels is None)
+        rows = self._connection.execute(query, values).fetchall()
         wanted = _words(rows)
         found = self._read(wanted)
         if len(found) < len(wanted):
@@ -94,18 +97,18 @@ class Lookups:
     def _read(self, ids: Sequence[int]) -> dict[int, TuningRecord]:
         found = {}
         for chunk in in_chunks(ids):
-            for row in rows_of(self._connection, _WHOLE, {"ids": chunk}):
+            for row in rows_of(self._connection, _whole(self._version), {"ids": chunk}):
                 try:
                     found[row["id"]] = record_from_row(row)
                 except AutoFlashError as error:
                     self._refused(row["id"], error)
         return found
 
-
-def _places(bucket: Bucket) -> Select[Any]:
-    """Where there are measured records whose config may carry over; the index answers it."""
-    conditions = (*same_code(RecordRow, bucket), _RECORD.kind == "measured")
-    return select(*(_RECORD[name] for name in _PLACE)).distinct().where(*conditions)
+    def _places(self, bucket: Bucket) -> Select[Any]:
+        """Where there are measured records whose config may carry over; the index answers it."""
+        has = self._columns
+        conditions = (*same_code(has, bucket), has["kind"] == "measured")
+        return select(*(has[name] for name in _PLACE)).distinct().where(*conditions)
 
 
 def _place(row: Sequence[Any]) -> Place | None:
@@ -132,32 +135,36 @@ def _words(rows: Iterable[Sequence[Any]]) -> list[int]:
     return found
 
 
-def _said(measured: bool, any_kernel: bool) -> Select[Any]:
+# Made once: putting a statement together takes longer than running it.
+@functools.cache
+def _said(version: str, measured: bool, any_kernel: bool) -> Select[Any]:
     """Of the records of a place what says which are words, by kernel and origin; of each of these
     by ``merge.word_order``, best first, but for its tie. A test holds the two together.
 
     The index alone answers it: to read a row takes ten times as long, and an origin that tunes
     again and again still has one word for each kernel.
     """
-    of_each = (_RECORD.kernel, _RECORD.origin)
-    columns = (_RECORD.kind, _RECORD.noisy, _RECORD.created_at, _RECORD.median_ms)
-    query = select(_RECORD.id, *of_each, *columns).where(*_HERE)
+    has = columns_of(RecordRow, version)
+    of_each = (has["kernel"], has["origin"])
+    columns = (has["kind"], has["noisy"], has["created_at"], has["median_ms"])
+    here = (has[name] == bindparam(name) for name in _PLACE)
+    query = select(has["id"], *of_each, *columns).where(*here)
     if measured:
-        query = query.where(_RECORD.kind == "measured")
+        query = query.where(has["kind"] == "measured")
     if not any_kernel:
-        query = query.where(_RECORD.kernel.in_(bindparam("kernels", expanding=True)))
+        query = query.where(has["kernel"].in_(bindparam("kernels", expanding=True)))
     return query.order_by(
         *of_each,
-        _RECORD.kind != "measured",
-        _RECORD.noisy,
-        _RECORD.created_at.desc(),
-        _RECORD.median_ms,
+        has["kind"] != "measured",
+        has["noisy"],
+        has["created_at"].desc(),
+        has["median_ms"],
     )
 
 
-# Made once: putting a statement together takes longer than running it.
-_SAID = {key: _said(*key) for key in itertools.product((True, False), repeat=2)}
-# An older database has no digests.
-_WHOLE = select(*(column for column in _RECORD if column.name != "digest")).where(
-    _RECORD.id.in_(bindparam("ids", expanding=True))
-)
+@functools.cache
+def _whole(version: str) -> Select[Any]:
+    """What a record is read from, by its id."""
+    has = columns_of(RecordRow, version)
+    read = (column for name, column in has.items() if name != "digest")
+    return select(*read).where(has["id"].in_(bindparam("ids", expanding=True)))

@@ -4,17 +4,21 @@ A change here needs a revision in ``migrations/versions`` and its name in
 ``schema.SCHEMA_VERSIONS``; a test holds the two schemas together.
 """
 
+import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sqlalchemy import BigInteger, Double, Index, Integer, String
+from sqlalchemy import BigInteger, ColumnElement, Double, Index, Integer, String, literal_column
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from autoflash.store.schema import ADDED
 
 # What must be equal for a config to carry over, the target, then the sizes: one index serves the
 # exact lookup (all of it) and those of neighbours and of siblings (parts from the left).
 KEY_COLUMNS = (
-    *("op", "dtype", "head_dim", "head_dim_v", "causal"),
+    *("op", "dtype", "head_dim", "head_dim_v", "causal", "kv_dtype", "v_layout"),
     *("target_arch", "target_vendor", "target_name", "target_sm_count", "target_memory_gib"),
-    *("group_size", "batch_heads", "bucket_seqlen_q", "bucket_seqlen_k"),
+    *("out_dtype", "scales", "group_size", "batch_heads", "bucket_seqlen_q", "bucket_seqlen_k"),
 )
 # What decides which of an origin's records of a place stands: the index alone says it. (No more
 # than that: a server's index takes 2700 bytes of a row.)
@@ -44,6 +48,11 @@ class KeyColumns:
     head_dim: Mapped[int]
     head_dim_v: Mapped[int]
     causal: Mapped[bool]
+    # Of fp8; elsewhere what rows have from before these columns.
+    kv_dtype: Mapped[str] = mapped_column(server_default="")
+    out_dtype: Mapped[str] = mapped_column(server_default="")
+    scales: Mapped[str] = mapped_column(server_default="")
+    v_layout: Mapped[str] = mapped_column(server_default="rows")
 
     batch: Mapped[int]
     heads: Mapped[int]
@@ -95,7 +104,8 @@ class ProvenanceColumns:
 
 class DigestColumn:
     """The SHA-256 of the noun's canonical text, by which an exchange knows it; "" for a row that
-    was written before the column was. A revision that changes a noun's fields must empty it."""
+    was written before the column was. A revision that changes the text of nouns that are there must
+    empty it."""
 
     digest: Mapped[str] = mapped_column(server_default="")
 
@@ -128,3 +138,16 @@ class TrialRow(KeyColumns, MeasurementColumns, ProvenanceColumns, DigestColumn, 
     registers: Mapped[int | None]
     spills: Mapped[int | None]
     came_from: Mapped[str] = mapped_column(server_default="")
+
+
+@functools.cache
+def columns_of(table: type[RecordRow | TrialRow], version: str) -> Mapping[str, ColumnElement[Any]]:
+    """The columns of ``table`` by name, as a database of that schema ``version`` can be asked for
+    them: in place of one that it lacks, what it would hold."""
+    found: dict[str, ColumnElement[Any]] = {}
+    added = ADDED[table.__tablename__]
+    for column in table.__table__.columns:
+        since, held = added.get(column.name, ("", ""))
+        lacks = literal_column(f"'{held}'", Text).label(column.name)
+        found[column.name] = column if since <= version else lacks
+    return found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autoflash.errors import InvalidInputError
 from autoflash.kernels import KERNELS
 from autoflash.kernels.access import ACCESSES
-from autoflash.problem import Problem
+from autoflash.problem import FP8_FIELDS, Problem
 from autoflash.store.parts import (
     MEASUREMENT_FIELDS,
     PROBLEM_FIELDS,
@@ -48,6 +48,7 @@ T = TypeVar("T", bound="DataclassInstance")
 _RECORD_FIELDS = frozenset(field.name for field in dataclasses.fields(TuningRecord))
 _TRIAL_FIELDS = frozenset(field.name for field in dataclasses.fields(Trial))
 _LOCK_FIELDS = frozenset(field.name for field in dataclasses.fields(LockEntry))
+_PROBLEM_NAMES = frozenset(PROBLEM_FIELDS)
 _STATUSES = {known.value for known in TrialStatus}
 _MISSED_FIELDS = frozenset(field.name for field in dataclasses.fields(MissedCalls))
 
@@ -193,8 +194,9 @@ def _chosen_from_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem_to_plain(problem: Problem) -> dict[str, Any]:
-    """Its fields."""
-    return _fields_of(problem, PROBLEM_FIELDS)
+    """Its fields; those of fp8 only where they differ from their defaults, so that other problems
+    are written as they were before there were any, and read by those who know of none."""
+    return problem.as_dict()
 
 
 def _measurement_to_plain(measurement: Measurement) -> dict[str, Any]:
@@ -221,7 +223,8 @@ def _target(plain: object) -> Target:
 
 
 def _problem(plain: object) -> Problem:
-    values = _exactly(plain, kinds_of(Problem).keys(), "problem")
+    values = mapping(plain, "problem")
+    values = _exactly({**FP8_FIELDS, **values}, _PROBLEM_NAMES, "problem")
     return problem_of(*map(values.__getitem__, PROBLEM_FIELDS))
 
 

@@ -13,7 +13,6 @@ from autoflash.errors import InvalidInputError
 from autoflash.problem import Bucket, kindred_dtypes
 from autoflash.space import Config
 from autoflash.store.digest import config_text, record_digest, trial_digest
-from autoflash.store.models import RecordRow, TrialRow
 from autoflash.store.parts import (
     MEASUREMENT_FIELDS,
     PROBLEM_FIELDS,
@@ -38,6 +37,8 @@ from autoflash.store.record import Measurement, Trial, TuningRecord
 from autoflash.target import Target
 
 T = TypeVar("T")
+# Of a table, by name, as ``models.columns_of`` gives them.
+Columns = Mapping[str, ColumnElement[Any]]
 
 MAX_REASON = 2000
 _MAX_CONFIG = 4000
@@ -45,16 +46,19 @@ _MAX_CONFIG = 4000
 # parameters of a statement.
 AT_ONCE = 500
 # The Bucket fields that decide the code, and the column of each of the others.
-CODE_FIELDS = ("op", "dtype", "head_dim", "head_dim_v", "causal")
+CODE_FIELDS = ("op", "dtype", "head_dim", "head_dim_v", "causal", "kv_dtype", "v_layout")
+# Those beside the dtype in which records of one code may differ.
+_KINDRED_FIELDS = ("out_dtype", "scales")
 _SIZE_COLUMNS = {
     "group": "group_size",
     "batch_heads": "batch_heads",
     "seqlen_q": "bucket_seqlen_q",
     "seqlen_k": "bucket_seqlen_k",
 }
-BUCKET_COLUMNS = {name: name for name in CODE_FIELDS} | _SIZE_COLUMNS
+BUCKET_COLUMNS = {name: name for name in (*CODE_FIELDS, *_KINDRED_FIELDS)} | _SIZE_COLUMNS
 TARGET_COLUMNS = {name: f"target_{name}" for name in TARGET_FIELDS}
 _OF_PROBLEM = operator.itemgetter(*PROBLEM_FIELDS)
+_FIELDS = operator.attrgetter(*PROBLEM_FIELDS)
 _OF_TARGET = operator.itemgetter(*TARGET_COLUMNS.values())
 _OF_MEASUREMENT = operator.itemgetter(*MEASUREMENT_FIELDS)
 _OF_PROVENANCE = operator.itemgetter(*PROVENANCE_FIELDS)
@@ -118,9 +122,7 @@ def record_from_row(row: Mapping[str, Any]) -> TuningRecord:
 
 def trial_from_row(row: Mapping[str, Any]) -> Trial:
     """Raises InvalidInputError or ConfigError for a row that can't be trusted."""
-    own = {name: row[name] for name in _TRIAL_FIELDS if name in row}
-    # A file of before the column is read all the same.
-    own.setdefault("came_from", "")
+    own = {name: row[name] for name in _TRIAL_FIELDS}
     timed = _OF_MEASUREMENT(row)
     untimed = set(timed) == {None}
     trial = Trial(
@@ -132,34 +134,32 @@ def trial_from_row(row: Mapping[str, Any]) -> Trial:
     return trial
 
 
-def same_code(table: type[RecordRow | TrialRow], bucket: Bucket) -> list[ColumnElement[bool]]:
+def same_code(columns: Columns, bucket: Bucket) -> list[ColumnElement[bool]]:
     """Rows whose config could carry over to ``bucket``."""
     equal = ((name, getattr(bucket, name)) for name in CODE_FIELDS if name != "dtype")
-    return [*_equal(table, equal), table.dtype.in_(kindred_dtypes(bucket.dtype))]
+    return [*_equal(columns, equal), columns["dtype"].in_(kindred_dtypes(bucket.dtype))]
 
 
-def same_bucket(table: type[RecordRow | TrialRow], bucket: Bucket) -> list[ColumnElement[bool]]:
+def same_bucket(columns: Columns, bucket: Bucket) -> list[ColumnElement[bool]]:
     """Rows of exactly ``bucket``."""
-    columns = BUCKET_COLUMNS.items()
-    return _equal(table, ((column, getattr(bucket, name)) for name, column in columns))
+    names = BUCKET_COLUMNS.items()
+    return _equal(columns, ((column, getattr(bucket, name)) for name, column in names))
 
 
-def same_target(table: type[RecordRow | TrialRow], target: Target) -> list[ColumnElement[bool]]:
+def same_target(columns: Columns, target: Target) -> list[ColumnElement[bool]]:
     """Rows of exactly ``target``'s identity."""
-    columns = TARGET_COLUMNS.items()
-    return _equal(table, ((column, getattr(target, name)) for name, column in columns))
+    names = TARGET_COLUMNS.items()
+    return _equal(columns, ((column, getattr(target, name)) for name, column in names))
 
 
-def _equal(
-    table: type[RecordRow | TrialRow], pairs: Iterable[tuple[str, Any]]
-) -> list[ColumnElement[bool]]:
-    return [getattr(table, column) == value for column, value in pairs]
+def _equal(columns: Columns, pairs: Iterable[tuple[str, Any]]) -> list[ColumnElement[bool]]:
+    return [columns[column] == value for column, value in pairs]
 
 
 def _common_columns(plain: dict[str, Any], noun: TuningRecord | Trial) -> dict[str, Any]:
     measurement = plain["measurement"] or dict.fromkeys(MEASUREMENT_FIELDS)
     return {
-        **plain["problem"],
+        **dict(zip(PROBLEM_FIELDS, _FIELDS(noun.problem), strict=True)),
         **dict(zip(_SIZE_COLUMNS.values(), _SIZES(noun.bucket), strict=True)),
         **{f"target_{name}": value for name, value in plain["target"].items()},
         "kernel": plain["kernel"],

@@ -16,12 +16,19 @@ from autoflash.store.mounts import network_filesystem
 logger = logging.getLogger(__name__)
 
 # Alembic's revisions, oldest first. The last one is what this version writes.
-SCHEMA_VERSIONS = ("0001", "0002", "0003")
+SCHEMA_VERSIONS = ("0001", "0002", "0003", "0004")
 VERSION_TABLE = "autoflash_schema"
-# What a revision added, by table and column: a reader of an older file does without.
-ADDED = {
-    "records": {"digest": "0003"},
-    "trials": {"came_from": "0002", "digest": "0003"},
+# What a revision added, by table and column, and what it holds in rows from before: a reader of an
+# older file takes that (``models.columns_of``).
+_FP8 = {
+    "kv_dtype": ("0004", ""),
+    "out_dtype": ("0004", ""),
+    "scales": ("0004", ""),
+    "v_layout": ("0004", "rows"),
+}
+ADDED: dict[str, dict[str, tuple[str, str]]] = {
+    "records": {"digest": ("0003", ""), **_FP8},
+    "trials": {"came_from": ("0002", ""), "digest": ("0003", ""), **_FP8},
 }
 # What sqlite3 raises. A damaged file can also spoil the very message of an error.
 DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)

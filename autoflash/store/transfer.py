@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import literal, select
+from sqlalchemy import select
 
 from autoflash.errors import AutoFlashError, StoreError
 from autoflash.store.base import AnyStore
@@ -63,7 +63,7 @@ def _bring(source: AnyStore, destination: AnyStore, kind: Kind) -> Brought:
         found.known += len(batch) - len(ids)
         if not ids:
             continue
-        query = source._columns(kind.table).where(kind.table.id.in_(ids)).order_by(kind.table.id)
+        query = source._whole(kind.table).where(kind.table.id.in_(ids)).order_by(kind.table.id)
         nouns = []
         for row in source._fetch(query, f"read {kind.name}"):
             try:
@@ -86,8 +86,7 @@ def _bring(source: AnyStore, destination: AnyStore, kind: Kind) -> Brought:
 def _batches(store: AnyStore, kind: Kind) -> Iterator[dict[int, str]]:
     """The digest of each row by its id, some at a time, oldest first; "" if it has none."""
     table = kind.table
-    has_digests = "digest" in store._columns(table).selected_columns
-    digest = table.digest if has_digests else literal("").label("digest")
+    digest = store.columns(table)["digest"]
     last = None
     while True:
         query: Any = select(table.id, digest).order_by(table.id).limit(AT_ONCE)

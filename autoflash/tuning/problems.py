@@ -62,11 +62,11 @@ def from_model_config(
     path: Path,
     seqlens: Sequence[int | str],
     batches: Sequence[int | str],
-    dtypes: Sequence[str] = (),
+    types: Mapping[str, Sequence[str]] | None = None,
     causal: bool | None = None,
 ) -> list[Problem]:
-    """The attention problems of a Hugging Face model: each length with each batch, as prefill; in
-    each of ``dtypes`` or, without, in the model's own.
+    """The attention problems of a Hugging Face model: each length with each batch, as prefill; with
+    each of ``types`` (values of dtype, kv_dtype, scales ...), in the model's own dtype without one.
 
     Reads heads, key/value heads and head dims (also of multi-head latent attention, where q and k
     have nope + rope dims) from config.json; ``path`` is the file or its folder.
@@ -89,8 +89,9 @@ def from_model_config(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
-        "dtype": list(dtypes) or _dtype(config),
+        "dtype": _dtype(config),
         "causal": _is_causal(config) if causal is None else causal,
+        **(types or {}),
     }
     return unique(expand(fields))
 

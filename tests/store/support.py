@@ -117,7 +117,21 @@ _KEY = (
     "target_sm_count, target_memory_gib, group_size, batch_heads, bucket_seqlen_q, bucket_seqlen_k"
 )
 # Undoes all that came after it, on either database.
+_EVIDENCE = "kind, kernel, origin, noisy, created_at, median_ms"
+TO_THE_THIRD_SCHEMA = (
+    "DROP INDEX ix_records_key",
+    "DROP INDEX ix_trials_key",
+    *(
+        f"ALTER TABLE {table} DROP COLUMN {name}"
+        for table in ("records", "trials")
+        for name in ("kv_dtype", "out_dtype", "scales", "v_layout")
+    ),
+    f"CREATE INDEX ix_records_key ON records ({_KEY}, {_EVIDENCE})",
+    f"CREATE INDEX ix_trials_key ON trials ({_KEY})",
+    "UPDATE autoflash_schema SET version_num = '0003'",
+)
 TO_THE_FIRST_SCHEMA = (
+    *TO_THE_THIRD_SCHEMA,
     "DROP INDEX ix_records_digest",
     "DROP INDEX ix_trials_digest",
     "DROP INDEX ix_records_key",

@@ -13,6 +13,10 @@ from autoflash.store.store import Store
 BAD_VALUES = {
     "op": ["'bwd'", "x'00'"],
     "dtype": ["'float8'", "x'ff'"],
+    "kv_dtype": ["'float8'", "x'00'", "'float8_e4m3fn'"],
+    "out_dtype": ["'float16'", "x'00'"],
+    "scales": ["'head'", "7"],
+    "v_layout": ["'columns'", "''"],
     "head_dim": ["0", "'128'||'x'", "1e300", "9223372036854775807"],
     "batch": ["-1", "1.5", "3", "x'01'"],
     "heads": ["15", "'many'"],

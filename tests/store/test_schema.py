@@ -38,7 +38,7 @@ def set_version(path, version):
 
 def test_creating_leaves_the_store_and_its_lock(path):
     store = Store(path)
-    assert store.schema_version == "0003"
+    assert store.schema_version == "0004"
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
     assert integrity(path) == "ok"
 
@@ -118,7 +118,7 @@ def test_the_wal_of_a_deleted_store_is_not_replayed(store, path, make):
     assert integrity(path) == "ok"
 
 
-@pytest.mark.parametrize("version", ["0004", "9f3c", ""])
+@pytest.mark.parametrize("version", ["0005", "9f3c", ""])
 def test_a_newer_schema_is_read_and_not_written(store, path, make, caplog, version):
     store.add_record(make.record())
     set_version(path, version)
@@ -136,7 +136,7 @@ def test_a_newer_schema_is_read_and_not_written(store, path, make, caplog, versi
 def test_a_newer_schema_that_cannot_be_read_is_a_store_error(store, path):
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("ALTER TABLE records RENAME COLUMN median_ms TO median_us")
-    set_version(path, "0004")
+    set_version(path, "0005")
     with pytest.raises(StoreError, match=r"median_ms; .*upgrade autoflash"):
         Store(path, read_only=True).records()
 
@@ -145,8 +145,8 @@ NEXT_REVISION = """
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0004"
-down_revision = "0003"
+revision = "0005"
+down_revision = "0004"
 
 
 def upgrade():
@@ -162,9 +162,9 @@ def next_version(tmp_path, monkeypatch):
     def install(more="pass"):
         folder = tmp_path / "migrations"
         shutil.copytree(upgrade._MIGRATIONS, folder)
-        (folder / "versions" / "0004_comment.py").write_text(NEXT_REVISION.format(more=more))
+        (folder / "versions" / "0005_comment.py").write_text(NEXT_REVISION.format(more=more))
         monkeypatch.setattr(upgrade, "_MIGRATIONS", folder)
-        monkeypatch.setattr(schema, "SCHEMA_VERSIONS", ("0001", "0002", "0003", "0004"))
+        monkeypatch.setattr(schema, "SCHEMA_VERSIONS", ("0001", "0002", "0003", "0004", "0005"))
 
     return install
 
@@ -184,31 +184,31 @@ def test_an_older_schema_is_backed_up_and_upgraded(store, path, make, next_versi
         assert len(Store(path, read_only=True).records()) == 2
         assert "comment" not in columns(path)
         upgraded = Store(path)
-    assert upgraded.schema_version == "0004"
+    assert upgraded.schema_version == "0005"
     assert "comment" in columns(path)
     assert upgraded.records() == [make.record(day=2), make.record()]
-    backup = path.with_name(f"{path.name}.backup-0003")
+    backup = path.with_name(f"{path.name}.backup-0004")
     assert "comment" not in columns(backup)
     assert integrity(backup) == "ok"
     with closing(sqlite3.connect(backup)) as raw:
         assert raw.execute("SELECT count(*) FROM records").fetchone()[0] == 2
-        assert raw.execute("SELECT * FROM autoflash_schema").fetchall() == [("0003",)]
+        assert raw.execute("SELECT * FROM autoflash_schema").fetchall() == [("0004",)]
 
 
 def test_a_backup_is_never_overwritten(store, path, next_version):
-    first = path.with_name(f"{path.name}.backup-0003")
+    first = path.with_name(f"{path.name}.backup-0004")
     first.write_bytes(b"precious")
     next_version()
     Store(path)
     assert first.read_bytes() == b"precious"
-    assert "kernel" in columns(path.with_name(f"{path.name}.backup-0003.2"))
+    assert "kernel" in columns(path.with_name(f"{path.name}.backup-0004.2"))
 
 
 def test_an_upgrade_that_fails_changes_nothing(store, path, make, next_version):
     store.add_record(make.record())
     next_version(more='op.execute("INSERT INTO nowhere VALUES (1)")')
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"schema 0004 and was left as it was: .*nowhere"):
+        with pytest.raises(StoreError, match=r"schema 0005 and was left as it was: .*nowhere"):
             Store(path)
     assert "comment" not in columns(path)
     assert Store(path, read_only=True).records() == [make.record()]
@@ -247,7 +247,7 @@ def test_half_a_backup_never_passes_for_one(store, path, make, next_version, mon
     with monkeypatch.context() as patch:
         patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=KilledCopying))
         assert killed_upgrading(path)
-    backup = path.with_name(f"{path.name}.backup-0003")
+    backup = path.with_name(f"{path.name}.backup-0004")
     assert not backup.exists()
     assert Store(path).records() == [make.record()]
     assert integrity(backup) == "ok"

@@ -39,7 +39,7 @@ def test_lookups_use_the_index(store, path, make):
         *["SEARCH records USING COVERING INDEX ix_records_key"] * 2,
         "SEARCH trials USING INDEX ix_trials_key",
     ]
-    assert plans[0].count("=?") == 14
+    assert plans[0].count("=?") == 18
 
 
 def test_read_only_writes_nothing(store, path, make):

@@ -58,7 +58,7 @@ def held(store):
 def all_trials(store):
     from autoflash.store.rows import trial_from_row
 
-    return store._read(store._columns(TrialRow).order_by(TrialRow.id), trial_from_row, "list")
+    return store._read(store._whole(TrialRow).order_by(TrialRow.id), trial_from_row, "list")
 
 
 def spoil(store, statement):

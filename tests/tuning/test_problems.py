@@ -247,7 +247,7 @@ def test_models(tmp_path, name):
 
 def test_flags_go_before_the_config(tmp_path):
     path = write_config(tmp_path, MODELS["llama 3.1 8B"][0])
-    (found,) = from_model_config(path, ["1k"], [1], ["fp16"], False)
+    (found,) = from_model_config(path, ["1k"], [1], {"dtype": ["fp16"]}, False)
     assert (found.dtype, found.causal) == ("float16", False)
     path = write_config(tmp_path, MODELS["bert base"][0])
     assert from_model_config(path, ["1k"], [1], causal=True)[0].causal is True
@@ -304,7 +304,7 @@ def without(name, *fields):
         ),
         (
             {"num_attention_heads": 8, "hidden_size": 512, "torch_dtype": "int8"},
-            "dtype='int8': must be one of float16, bfloat16, float32",
+            "dtype='int8': must be one of float16, bfloat16, float32, float8_e4m3fn",
         ),
         ([1, 2], "{path}: a model's config.json is a JSON object"),
     ],
