@@ -4,10 +4,12 @@ import functools
 import hashlib
 import json
 import pprint
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autoflash.codegen.environment import environment
-from autoflash.kernels.kernel import Kernel
+from autoflash.kernels.kernel import Function, Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.version import VERSION
@@ -55,11 +57,17 @@ def compiled_hash(kernel: Kernel, problem: Problem, config: Config) -> str:
     code and, of each function, signature, constexprs and options. The same for all problems of a
     bucket."""
     parts = [
-        (f.name, f.language, [list(x.items()) for x in (f.signature, f.constexprs, f.options)])
+        (f.name, f.language, [list(x.items()) for x in _compiled(f)])
         for f in kernel.functions(problem, config)
     ]
     text = json.dumps([render(kernel, problem, config).kernel_hash, parts])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compiled(function: Function) -> list[Mapping[str, Any]]:
+    parts: list[Mapping[str, Any]] = [function.signature, function.constexprs, function.options]
+    # Hashes from before there was any stay what they are.
+    return [*parts, function.divisible] if function.divisible else parts
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,13 +8,21 @@ from autoflash.kernels.flash_bwd import FlashBwd
 from autoflash.kernels.flash_bwd_split import FlashBwdSplit
 from autoflash.kernels.flash_bwd_ws import FlashBwdWs
 from autoflash.kernels.flash_fwd import FlashFwd
+from autoflash.kernels.flash_fwd_fp8 import FlashFwdFp8
 from autoflash.kernels.flash_fwd_ws import FlashFwdWs
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.settings import kernels_module
 from autoflash.target import Target
 
-_OWN: tuple[Kernel, ...] = (FlashFwd(), FlashFwdWs(), FlashBwd(), FlashBwdWs(), FlashBwdSplit())
+_OWN: tuple[Kernel, ...] = (
+    FlashFwd(),
+    FlashFwdWs(),
+    FlashFwdFp8(),
+    FlashBwd(),
+    FlashBwdWs(),
+    FlashBwdSplit(),
+)
 
 
 def kernels_to_test_with() -> Iterable[Kernel]:
@@ -43,7 +51,7 @@ def kernels_for(problem: Problem, target: Target) -> list[Kernel]:
     reasons = []
     found = []
     for kernel in KERNELS.values():
-        if kernel.op != problem.op:
+        if (kernel.op, kernel.fp8) != (problem.op, problem.is_fp8):
             continue
         reason = kernel.serves(problem, target)
         if reason is None:

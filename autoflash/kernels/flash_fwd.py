@@ -63,8 +63,6 @@ class FlashFwd(OneFunction):
     space = SPACE
 
     def serves(self, problem: Problem, target: Target) -> str | None:
-        if problem.is_fp8:
-            return "it takes no fp8"
         if problem.dtype == "float32":
             return "float32 is not served on a GPU: use float16 or bfloat16"
         if target.vendor == "nvidia" and target.capability < 80:
@@ -235,7 +233,7 @@ def _descriptor_blocks(problem: Problem, config: Config) -> dict[str, tuple[int,
 
 
 def tile_descriptor(
-    tensor: str, problem: Problem, strides: tuple[int, int, int], block: tuple[int, ...]
+    tensor: str, problem: Problem, strides: tuple[int, ...], block: tuple[int, ...]
 ) -> Descriptor:
     """A descriptor of one of the op's tensors, with the block of one load."""
     full = copy_strides(tensor, problem, strides)

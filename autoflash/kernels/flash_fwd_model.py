@@ -52,20 +52,31 @@ FACTORS = Factors()
 
 def estimate_blocks_per_sm(problem: Problem, config: Config, target: Target) -> int:
     """Resident programs per SM, guessed before compiling."""
+    registers = accumulator_registers(config, problem, target)
+    return blocks_that_fit(config, target, registers, shared_bytes(config, problem, target))
+
+
+def blocks_that_fit(config: Config, target: Target, registers: float, shared: int) -> int:
+    """Programs per SM whose accumulators take so many ``registers`` per thread, and which need
+    ``shared`` bytes of shared memory."""
     threads = config.integer("num_warps") * target.warp_size
-    registers = accumulator_registers(config, problem, target) + 2 * OTHER_REGISTERS
-    registers = min(registers, config.integer("maxnreg") or MAX_REGISTERS)
+    registers = min(registers + 2 * OTHER_REGISTERS, config.integer("maxnreg") or MAX_REGISTERS)
     by_registers = int(65536 / (threads * registers))
-    by_shared = target.shared_memory // max(1, shared_bytes(config, problem, target))
+    by_shared = target.shared_memory // max(1, shared)
     return max(1, min(by_registers, by_shared, target.threads_per_sm // threads))
 
 
-def estimate_ms(problem: Problem, config: Config, target: Target, blocks_per_sm: int) -> float:
-    """Milliseconds of ``config`` with ``blocks_per_sm`` programs resident on an SM."""
+def estimate_ms(
+    problem: Problem, config: Config, target: Target, blocks_per_sm: int, more: float = 0.0
+) -> float:
+    """Milliseconds of ``config`` with ``blocks_per_sm`` programs resident on an SM, each of which
+    does ``more`` elementwise operations for a block of keys than this kernel."""
     rows = config.integer("BLOCK_M")
     clock = target.clock_ghz * 1e9
-    step = _step_cycles(problem, config, target, blocks_per_sm)
-    tile = FACTORS.tile + FACTORS.edge * rows * _dims(problem) * _size(problem) / 32
+    step = _step_cycles(problem, config, target, blocks_per_sm, more)
+    edge = block_d(problem) * DTYPE_BYTES[problem.dtype]
+    edge += block_dv(problem) * DTYPE_BYTES[problem.dtype_of_out]
+    tile = FACTORS.tile + FACTORS.edge * rows * edge / 32
     if problem.causal:
         masked = FACTORS.masked * rows * config.integer("BLOCK_N") / 16
         tile += masked / 2 if config["DIAGONAL_FIRST"] else masked
@@ -77,20 +88,24 @@ def estimate_ms(problem: Problem, config: Config, target: Target, blocks_per_sm:
     return max(compute, problem.min_bytes / (target.bandwidth_tbs * 1e12)) * 1e3
 
 
-def _step_cycles(problem: Problem, config: Config, target: Target, blocks_per_sm: int) -> float:
+def _step_cycles(
+    problem: Problem, config: Config, target: Target, blocks_per_sm: int, more: float
+) -> float:
     """Cycles of one block of keys, per program."""
     rows, keys = config.integer("BLOCK_M"), config.integer("BLOCK_N")
-    flops = target.tflops * 1e12 / target.sm_count / (target.clock_ghz * 1e9)
+    # Operands of 8 bits go through the matrix unit twice as fast as those of 16.
+    size = DTYPE_BYTES[problem.dtype]
+    flops = target.tflops * (2 / size) * 1e12 / target.sm_count / (target.clock_ghz * 1e9)
     # A matrix instruction does 64 rows, filled or not, and reads its operands for each 16 deep.
     groups = max(1.0, rows / 64)
-    reads = FACTORS.operands * groups * 32 / _SHARED_BYTES
+    reads = FACTORS.operands * groups * 16 * size / _SHARED_BYTES
     dim, dim_v = block_d(problem), block_dv(problem)
     scores = max(128 * groups * keys * dim / flops, reads * dim / 16 * (64 + keys))
     values = max(128 * groups * keys * dim_v / flops, reads * keys / 16 * dim_v)
     softmax = rows * keys * (FACTORS.exponential / _EXPONENTIALS + FACTORS.elementwise / _LANES)
-    softmax += FACTORS.row * rows
+    softmax += FACTORS.row * rows + more / _LANES
     if config["LOAD"] == "pointer":
-        loads = keys * _dims(problem) * _size(problem) / 16
+        loads = keys * _dims(problem) * DTYPE_BYTES[problem.dtype_of_kv] / 16
         softmax += FACTORS.pointer * loads / _LANES
     strands = max(1.0, blocks_per_sm * config.integer("num_warps") / 4)
     hidden = FACTORS.overlap * (1 - 1 / strands)
@@ -119,7 +134,3 @@ def _key_blocks(problem: Problem, config: Config) -> float:
 
 def _dims(problem: Problem) -> int:
     return block_d(problem) + block_dv(problem)
-
-
-def _size(problem: Problem) -> int:
-    return DTYPE_BYTES[problem.dtype]

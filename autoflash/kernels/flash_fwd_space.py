@@ -77,7 +77,7 @@ def _rows_per_warp(config: Config, problem: Problem, target: Target) -> str | No
     return None
 
 
-def _matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
+def matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     rows = config.integer("BLOCK_M")
     most = max(16, next_power_of_2(problem.seqlen_q))
@@ -88,7 +88,7 @@ def _matches_queries(config: Config, problem: Problem, target: Target) -> str | 
     return None
 
 
-def _matches_keys(config: Config, problem: Problem, target: Target) -> str | None:
+def matches_keys(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     keys = config.integer("BLOCK_N")
     if keys > max(32, next_power_of_2(problem.seqlen_k)):
@@ -114,7 +114,7 @@ def _has_diagonal(config: Config, problem: Problem, target: Target) -> str | Non
     return None
 
 
-def _has_heads(config: Config, problem: Problem, target: Target) -> str | None:
+def has_heads(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     group = config.integer("GROUP_HEADS")
     if group > next_power_of_2(problem.batch * problem.heads):
@@ -124,7 +124,7 @@ def _has_heads(config: Config, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def _register_cap_helps(config: Config, problem: Problem, target: Target) -> str | None:
+def register_cap_helps(config: Config, problem: Problem, target: Target) -> str | None:
     del problem
     cap = config.integer("maxnreg")
     if cap and target.vendor != "nvidia":
@@ -147,13 +147,13 @@ SPACE = SearchSpace(
         Param(name="maxnreg", choices=(0, 128, 168), doc="cap on registers; 0 is none"),
     ),
     constraints=(
-        Constraint(name="query rows", why_not=_matches_queries),
-        Constraint(name="keys", why_not=_matches_keys),
+        Constraint(name="query rows", why_not=matches_queries),
+        Constraint(name="keys", why_not=matches_keys),
         Constraint(name="rows per warp", why_not=_rows_per_warp),
         Constraint(name="load path", why_not=why_no_tma),
         Constraint(name="loop order", why_not=_has_diagonal),
-        Constraint(name="tile order", why_not=_has_heads),
-        Constraint(name="register cap", why_not=_register_cap_helps),
+        Constraint(name="tile order", why_not=has_heads),
+        Constraint(name="register cap", why_not=register_cap_helps),
         Constraint(name="registers", why_not=_fits_registers),
         Constraint(name="shared memory", why_not=_fits_shared),
     ),

@@ -103,8 +103,6 @@ def why_not_served(problem: Problem, target: Target) -> str | None:
         return (
             f"{target.arch} has no warpgroup matrix instructions (sm_90 has): flash_fwd serves it"
         )
-    if problem.is_fp8:
-        return "it takes no fp8"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"{problem.dtype} is not served on a GPU: use float16 or bfloat16"
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

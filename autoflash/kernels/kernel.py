@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from autoflash.problem import Problem, next_power_of_2
+from autoflash.fp8 import padded_keys
+from autoflash.problem import FP8, Problem, next_power_of_2
 from autoflash.space import Config, SearchSpace, Value
 from autoflash.target import Target
 
@@ -30,10 +31,11 @@ class Access:
 ALIGNED = Access(aligned=True, tma=True)
 
 
-# The tensors of each op, in the order of the addresses that a launch is given. lse, dlse and the
-# gradients may be left out of a call: their address is then 0.
+# The tensors of each op, in the order of the addresses that a launch is given. lse, dlse, the
+# gradients and the descales (of fp8 alone, and the last) may be left out of a call: their address
+# is then 0.
 TENSORS: dict[str, tuple[str, ...]] = {
-    "fwd": ("q", "k", "v", "out", "lse"),
+    "fwd": ("q", "k", "v", "out", "lse", "q_descale", "k_descale", "v_descale"),
     "bwd": ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"),
 }
 
@@ -43,12 +45,14 @@ class Call:
     """One call, but for the addresses: problem, scale, strides, and the tensors that are ``given``.
 
     ``strides`` maps each 4-D tensor to its (batch, head, row) strides in elements; a dimension of
-    size one has stride 0, whatever the tensor says. The others (lse, dlse, scratch) are contiguous.
+    size one has stride 0, whatever the tensor says. A row of a transposed v is one of its dims. A
+    descale that is given has (batch, key/value head, head in its group, block of 128 rows) strides,
+    0 where it doesn't vary. The others (lse, dlse, scratch) are contiguous.
     """
 
     problem: Problem
     scale: float
-    strides: Mapping[str, tuple[int, int, int]]
+    strides: Mapping[str, tuple[int, ...]]
     given: frozenset[str]
 
 
@@ -103,6 +107,8 @@ class Function:
     num_warps, num_stages, maxnreg. ``grid`` is the number of programs; of a persistent function,
     what the target can hold at a time. It is launched for the sake of ``results``: only if one of
     these tensors is given. ``language`` is what it is written in: "triton" or "gluon".
+    ``divisible``: what an aligned call promises of an argument, where that isn't what it promises
+    of 16-bit tensors: bytes of a pointer, elements of a stride; 1 is nothing.
     """
 
     name: str
@@ -113,12 +119,17 @@ class Function:
     grid: Callable[[Problem, Target], int]
     results: frozenset[str]
     language: str = "triton"
+    divisible: Mapping[str, int] = field(default_factory=dict)
 
 
 def tensor_shape(tensor: str, problem: Problem) -> tuple[int, int, int, int]:
-    """(batch, heads, rows, dim) of a 4-D tensor: a gradient is shaped like its tensor."""
+    """(batch, heads, rows, dim) of a 4-D tensor: a gradient is shaped like its tensor. A transposed
+    v is (batch, heads, dim, keys)."""
     name = tensor.removeprefix("d")
     query = name in ("q", "out")
+    if name == "v" and problem.v_layout != "rows":
+        keys = padded_keys(problem.seqlen_k)
+        return (problem.batch, problem.kv_heads, problem.head_dim_v, keys)
     return (
         problem.batch,
         problem.heads if query else problem.kv_heads,
@@ -127,9 +138,7 @@ def tensor_shape(tensor: str, problem: Problem) -> tuple[int, int, int, int]:
     )
 
 
-def copy_strides(
-    tensor: str, problem: Problem, strides: tuple[int, int, int]
-) -> tuple[int, int, int]:
+def copy_strides(tensor: str, problem: Problem, strides: tuple[int, ...]) -> tuple[int, int, int]:
     """``strides`` of a Call as the copy engine takes them.
 
     A dimension of size one is never stepped along, but it too wants a positive stride.
@@ -139,7 +148,7 @@ def copy_strides(
     return batch, head, row
 
 
-TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+TRITON_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", FP8: "fp8e4nv"}
 LOG2_E = 1.4426950408889634
 # Programs that one launch may have.
 MAX_GRID = 2**31 - 1
@@ -160,7 +169,10 @@ def slug_parts(problem: Problem) -> list[str]:
     dims = f"d{problem.head_dim}"
     if problem.head_dim_v != problem.head_dim:
         dims += f"v{problem.head_dim_v}"
-    return [TRITON_DTYPES[problem.dtype], dims, *(["causal"] if problem.causal else [])]
+    p = problem
+    dtypes = [p.dtype, *filter(None, (p.kv_dtype, p.out_dtype))]
+    words = ["fp8" if name == FP8 else TRITON_DTYPES[name] for name in dtypes]
+    return [*words, dims, *(["causal"] if p.causal else [])]
 
 
 class Variant(ABC):
@@ -190,6 +202,8 @@ class Kernel(ABC):
     # What the template is written in: "triton", or "gluon" (tile layouts and warps in the open).
     language: ClassVar[str]
     op: ClassVar[str]
+    # Whether it serves problems whose k and v are fp8; else it serves all others.
+    fp8: ClassVar[bool] = False
     space: ClassVar[SearchSpace]
     # Bytes per thread that a variant may spill and still be ranked without a GPU.
     tolerable_spills: ClassVar[int] = 0
@@ -262,8 +276,14 @@ class OneFunction(Kernel):
                 grid=lambda problem, target: self.grid(problem, config, target),
                 results=self.results,
                 language=self.language,
+                divisible=self.divisible(problem, config),
             ),
         )
+
+    def divisible(self, problem: Problem, config: Config) -> dict[str, int]:
+        """See ``Function.divisible``."""
+        del problem, config
+        return {}
 
     @abstractmethod
     def constexprs(self, problem: Problem, config: Config) -> dict[str, Value]:

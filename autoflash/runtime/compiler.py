@@ -6,7 +6,6 @@ that Triton's disk cache answers the second time.
 
 import re
 import subprocess
-from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -61,7 +60,7 @@ def compile_function(
         code,
         kinds | dict.fromkeys(constexprs, "constexpr"),
         {(names.index(name),): value for name, value in constexprs.items()},
-        _attributes(signature, names) if access.aligned else {},
+        _attributes(function, names) if access.aligned else {},
     )
     options = dict(function.options)
     try:
@@ -101,12 +100,13 @@ def _with_layout(kind: str) -> str:
     return f"{kind[:-1]},{layout!r}>"
 
 
-def _attributes(signature: Mapping[str, str], names: list[str]) -> dict[tuple[int], Any]:
+def _attributes(function: Function, names: list[str]) -> dict[tuple[int], Any]:
     divisibility = {"*": _POINTER_DIVISIBILITY, "i64": _STRIDE_DIVISIBILITY}
     attributes = {}
-    for name, kind in signature.items():
-        factor = divisibility.get("*" if kind.startswith("*") else kind)
-        if factor:
+    for name, kind in function.signature.items():
+        factor = divisibility.get("*" if kind.startswith("*") else kind, 1)
+        factor = function.divisible.get(name, factor)
+        if factor > 1:
             attributes[(names.index(name),)] = [["tt.divisibility", factor]]
     return attributes
 

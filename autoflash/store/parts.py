@@ -36,13 +36,17 @@ PROVENANCE_FIELDS = tuple(field.name for field in dataclasses.fields(Provenance)
 
 
 def kernel_of(name: object, problem: Problem) -> Kernel:
-    """The kernel ``name``, which must serve the problem's op. Raises InvalidInputError."""
+    """The kernel ``name``, which must serve the problem's op, and fp8 if it is of that. Raises
+    InvalidInputError."""
     kernel = KERNELS.get(typed("kernel", name, str))
     if kernel is None:
         assert isinstance(name, str)
         raise InvalidInputError(f"unknown kernel {name[:80]!r}: known are {', '.join(KERNELS)}")
     if kernel.op != problem.op:
         raise InvalidInputError(f"kernel {kernel.name} computes {kernel.op!r}, not {problem.op!r}")
+    if kernel.fp8 != problem.is_fp8:
+        served = "only k and v in fp8" if kernel.fp8 else "no fp8"
+        raise InvalidInputError(f"kernel {kernel.name} takes {served}: {problem.label()}")
     return kernel
 
 
