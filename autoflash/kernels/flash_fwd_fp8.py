@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoflash.kernels import flash_fwd_fp8_model as model
-from autoflash.kernels.flash_fwd_fp8_space import SPACE, block_d, needs_fnuz, shared_bytes
+from autoflash.kernels.flash_fwd_fp8_space import (
+    SPACE,
+    block_d,
+    may_share_rows,
+    needs_fnuz,
+    shared_bytes,
+)
 from autoflash.kernels.flash_fwd_space import block_dv
 from autoflash.kernels.kernel import (
     LOG2_E,
@@ -152,18 +158,17 @@ class FlashFwdFp8(OneFunction):
 
     def defaults(self, problem: Problem, target: Target) -> list[Config]:
         wide = max(block_d(problem), block_dv(problem))
+        # Where operands come from registers (before sm_90, and on AMD) small tiles don't spill.
+        small = target.capability < 90 and wide > 64
         values: dict[str, Any] = {
-            "BLOCK_M": 128 if wide <= 128 else 64,
-            "BLOCK_N": 64,
-            "num_warps": 8,
+            "BLOCK_M": 64 if small or wide > 128 else 128,
+            "BLOCK_N": 32 if small or wide > 128 else 64,
             "num_stages": 3,
             "GROUP_HEADS": 8 if problem.causal else 1,
             "FNUZ": needs_fnuz(problem, target),
             "maxnreg": 0,
         }
-        rows = max(16, next_power_of_2(problem.seqlen_q))
-        if values["BLOCK_M"] > rows:
-            values |= {"BLOCK_M": rows, "num_warps": 4}
+        values["BLOCK_M"] = min(values["BLOCK_M"], max(16, next_power_of_2(problem.seqlen_q)))
         values["BLOCK_N"] = min(values["BLOCK_N"], max(32, next_power_of_2(problem.seqlen_k)))
         if values["GROUP_HEADS"] > next_power_of_2(problem.batch * problem.heads):
             values["GROUP_HEADS"] = 1
@@ -171,10 +176,10 @@ class FlashFwdFp8(OneFunction):
         found: dict[Config, None] = {}
         for change in _DEFAULT_STEPS:
             values |= {name: min(values[name], most) for name, most in change.items()}
-            if values["num_warps"] * 16 > max(values["BLOCK_M"], 64) and wide < 256:
-                values["num_warps"] = 4
-            config = Config(**values)
-            fits = shared_bytes(config, problem, target) <= 0.9 * target.shared_memory
+            many = values["BLOCK_M"] == 128 or may_share_rows(values["BLOCK_M"], problem)
+            config = Config(**values, num_warps=8 if many else 4)
+            # Triton takes some beside the operands, to change layouts.
+            fits = shared_bytes(config, problem, target) <= 0.8 * target.shared_memory
             if fits and self.space.why_not(config, problem, target) is None:
                 found[config] = None
         return list(found)

@@ -32,17 +32,22 @@ def shared_bytes(config: Config, problem: Problem, target: Target) -> int:
     """Shared memory that aligned operands take at least.
 
     NVIDIA keeps every stage of K and V as they are loaded; with one stage both use the same place.
-    AMD holds one stage less. Where the matrix unit reads both operands from shared memory (sm_90,
-    sm_100) a query tile of 64 rows or more lies there too.
+    AMD holds one stage less, and one alone of what becomes e4m3fnuz. Where the matrix unit reads
+    both operands from shared memory (sm_90, sm_100) a query tile of 64 rows or more lies there too,
+    and a v by rows is transposed by way of registers, so that one stage of it does.
     """
     rows, keys, stages = (config.integer(n) for n in ("BLOCK_M", "BLOCK_N", "num_stages"))
-    if target.vendor != "nvidia":
-        stages -= 1
-    query = 0
-    if target.capability in (90, 100, 103) and rows >= 64:
-        query = rows * block_d(problem) * DTYPE_BYTES[problem.dtype]
+    shared_operands = target.capability in (90, 100, 103)
     key, value = keys * block_d(problem), keys * block_dv(problem)
-    return query + (stages * (key + value) if stages > 1 else max(key, value))
+    if target.vendor != "nvidia":
+        stages = 1 if config["FNUZ"] else stages - 1
+    query = 0
+    if shared_operands and rows >= 64:
+        query = rows * block_d(problem) * DTYPE_BYTES[problem.dtype]
+    if stages < 2:
+        return query + max(key, value)
+    turned = shared_operands and problem.dtype == FP8 and problem.v_layout == "rows"
+    return query + stages * key + (value if turned else stages * value)
 
 
 def needs_fnuz(problem: Problem, target: Target) -> bool:
@@ -74,11 +79,16 @@ def _fits_registers(config: Config, problem: Problem, target: Target) -> str | N
     return None
 
 
+def may_share_rows(rows: int, problem: Problem) -> bool:
+    """Whether two warps may share each of so many ``rows``: where their accumulators don't fit in
+    the registers of one."""
+    return rows == 64 and block_dv(problem) == 256
+
+
 def _rows_per_warp(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     rows, warps = config.integer("BLOCK_M"), config.integer("num_warps")
-    # Two warps share a row only where their accumulators don't fit in the registers of one.
-    if warps * 16 > max(rows, 64) and not (block_dv(problem) == 256 and rows == 64):
+    if warps * 16 > max(rows, 64) and not may_share_rows(rows, problem):
         return f"{warps} warps need {warps * 16} query rows, so that a row stays in one warp"
     return None
 
