@@ -16,8 +16,9 @@ from autoflash.errors import (
     StoreError,
     UnsupportedError,
 )
+from autoflash.fp8 import Fp8KV
 from autoflash.problem import Problem
-from autoflash.quantize import QuantizedQKV, quantize_fp8
+from autoflash.quantize import QuantizedQKV, quantize_fp8, quantize_kv_fp8
 from autoflash.target import Target
 from autoflash.version import VERSION
 
@@ -32,6 +33,7 @@ __all__ = [
     "CompileError",
     "ConfigError",
     "Explanation",
+    "Fp8KV",
     "InvalidInputError",
     "LockError",
     "MissingRecordError",
@@ -45,6 +47,7 @@ __all__ = [
     "attention",
     "explain",
     "quantize_fp8",
+    "quantize_kv_fp8",
     "tune",
 ]
 

@@ -13,6 +13,7 @@ v lies by rows, [B, Hk, Sk, Dv], or in one of two transposed layouts, [B, Hk, Dv
 next multiple of 16 and zeros behind the last key: what fp8 matrix instructions read.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -96,3 +97,34 @@ def values_by_row(v: "Tensor", layout: str, keys: int) -> "Tensor":
     if layout == "permuted":
         columns = columns[..., key_order(v.shape[-1], v.device).argsort()]
     return columns[..., :keys].transpose(2, 3).contiguous().view(v.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fp8KV:
+    """k and v of an attention call in float8_e4m3fn, packed as kernels read them, with scales.
+
+    Made by ``autoflash.quantize_kv_fp8``, or the ``kv`` of what ``quantize_fp8`` gives; to be given
+    to ``attention`` in place of k and v. What is in it may change with versions. A rotated one
+    (``rotation_seed``) wants a q rotated by the same seed; ``layout`` is "bhsd" or "bshd", that of
+    k and of the calls that it is for.
+    """
+
+    k: "Tensor"
+    v: "Tensor"
+    k_descale: "Tensor"
+    v_descale: "Tensor"
+    v_layout: str
+    rotation_seed: int | None
+    layout: str
+
+    def __repr__(self) -> str:
+        keys, heads = self.k.shape[1:3] if self.layout == "bshd" else self.k.shape[2:0:-1]
+        return (
+            f"Fp8KV({self.k.shape[0]} x {keys} keys of {heads} heads, v {self.v_layout}, "
+            f"{self.nbytes} bytes)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return sum(x.nbytes for x in (self.k, self.v, self.k_descale, self.v_descale))

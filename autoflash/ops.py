@@ -9,14 +9,24 @@ import torch
 from torch import Tensor
 
 from autoflash.errors import UnsupportedError
+from autoflash.fp8 import dequantize, values_by_row
 from autoflash.reference import attention_backward, attention_forward
 from autoflash.runtime.dispatch import attention_fwd
 from autoflash.runtime.dispatch_bwd import attention_bwd
+from autoflash.runtime.dispatch_fp8 import attention_fwd_fp8, tell_once
 from autoflash.runtime.inputs import check_tensors, lse_shape, output_like
+from autoflash.runtime.inputs_fp8 import Operands, check_operands, v_rows
+from autoflash.runtime.scales import check_scale_values
 
 _library = torch.library.Library("autoflash", "DEF")
 _library.define(
     "attention_fwd(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool bshd, "
+    "bool return_lse) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "attention_fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale, ScalarType out_dtype, str v_layout, float scale, bool causal, bool bshd, "
     "bool return_lse) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -58,6 +68,64 @@ def _attention_fwd_fake(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(lse_shape(q, bshd) if return_lse else (0,), dtype=dtype)
     return output_like(q, v), lse
+
+
+def attention_fwd_fp8_cuda(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None,
+    v_descale: Tensor | None, out_dtype: torch.dtype, v_layout: str,
+    scale: float, causal: bool, bshd: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op on a GPU."""
+    given = Operands(q, k, v, q_descale, k_descale, v_descale, out_dtype, v_layout)
+    positive, size = given, scale
+    if scale <= 0:
+        # As in _attention_fwd_cuda.
+        positive = given._replace(q=_negated(q) if scale < 0 else torch.zeros_like(q))
+        size = -scale or 1.0
+    try:
+        out, lse = attention_fwd_fp8(positive, size, causal, bshd, return_lse)
+    except UnsupportedError as error:
+        # No kernel serves it: torch does, more slowly.
+        result = _attention_fwd_fp8_torch(*given, scale, causal, bshd, return_lse)
+        tell_once(str(error))
+        return result
+    return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+def _negated(x: Tensor) -> Tensor:
+    """-x, which torch can't say of fp8: its sign is a bit."""
+    return -x if x.dtype.itemsize > 1 else (x.view(torch.uint8) ^ 0x80).view(x.dtype)
+
+
+def _attention_fwd_fp8_torch(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None,
+    v_descale: Tensor | None, out_dtype: torch.dtype, v_layout: str,
+    scale: float, causal: bool, bshd: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    given = Operands(q, k, v, q_descale, k_descale, v_descale, out_dtype, v_layout)
+    check_operands(given, bshd)
+    check_scale_values(**given.descales)
+    out = output_like(q, v_rows(given, bshd), dtype=out_dtype)
+    q, k = (x.transpose(1, 2) if bshd else x for x in (q, k))
+    by_row = v_layout == "rows" and bshd
+    v = v.transpose(1, 2) if by_row else values_by_row(v, v_layout, k.shape[2])
+    pairs = ((q, q_descale), (k, k_descale), (v, v_descale))
+    inputs = [dequantize(x, descale, torch.float32) for x, descale in pairs]
+    result, lse = attention_forward(*inputs, causal=causal, scale=scale)
+    out.copy_(result.transpose(1, 2) if bshd else result)
+    return out, lse if return_lse else lse.new_empty(0)
+
+
+def _attention_fwd_fp8_fake(
+    q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None,
+    v_descale: Tensor | None, out_dtype: torch.dtype, v_layout: str,
+    scale: float, causal: bool, bshd: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    del scale, causal
+    given = Operands(q, k, v, q_descale, k_descale, v_descale, out_dtype, v_layout)
+    check_operands(given, bshd)
+    lse = q.new_empty(lse_shape(q, bshd) if return_lse else (0,), dtype=torch.float32)
+    return output_like(q, v_rows(given, bshd), dtype=out_dtype), lse
 
 
 def gradients(
@@ -110,6 +178,9 @@ def _attention_bwd_fake(
 _library.impl("attention_fwd", _attention_fwd_cuda, "CUDA")
 _library.impl("attention_fwd", _attention_fwd_cpu, "CPU")
 torch.library.register_fake("autoflash::attention_fwd", _attention_fwd_fake, lib=_library)
+_library.impl("attention_fwd_fp8", attention_fwd_fp8_cuda, "CUDA")
+_library.impl("attention_fwd_fp8", _attention_fwd_fp8_torch, "CPU")
+torch.library.register_fake("autoflash::attention_fwd_fp8", _attention_fwd_fp8_fake, lib=_library)
 _library.impl("attention_bwd", _attention_bwd_cuda, "CUDA")
 _library.impl("attention_bwd", _attention_bwd_torch, "CPU")
 torch.library.register_fake("autoflash::attention_bwd", _attention_bwd_fake, lib=_library)

@@ -1,4 +1,5 @@
-"""quantize_fp8(): q, k and v of an attention call in e4m3, with their scales."""
+"""quantize_fp8(): q, k and v of an attention call in e4m3, with their scales; quantize_kv_fp8(): k
+and v alone, packed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autoflash.errors import InvalidInputError, UnsupportedError
-from autoflash.fp8 import GRANULARITIES, padded_keys, values_by_row
+from autoflash.fp8 import GRANULARITIES, V_LAYOUTS, Fp8KV, padded_keys, values_by_row
 from autoflash.kernels.kernel import why_too_long
 from autoflash.runtime import quantize_torch
 from autoflash.runtime.inputs import check_shapes, output_like, problem_of
@@ -38,6 +39,14 @@ class QuantizedQKV:
     v_layout: str
     rotation_seed: int | None
     layout: str
+
+    @property
+    def kv(self) -> Fp8KV:
+        """k and v with their scales, as one: what ``attention`` takes in their place."""
+        return Fp8KV(
+            k=self.k, v=self.v, k_descale=self.k_descale, v_descale=self.v_descale,
+            v_layout=self.v_layout, rotation_seed=self.rotation_seed, layout=self.layout,
+        )  # fmt: skip
 
     def v_by_row(self) -> Tensor:
         """v as q and k lie, whatever its layout: a copy if it is transposed."""
@@ -81,13 +90,52 @@ def quantize_fp8(
             tensor that wants a gradient while gradients are recorded, since there is none.
         UnsupportedError: a length of about 2^31.
     """
+    if permute_keys and not transpose_v:
+        raise InvalidInputError("permute_keys=True: only a transposed v has its keys permuted")
+    _check(q, k, v, granularity, seed, layout)
+    v_layout = ("permuted" if permute_keys else "columns") if transpose_v else "rows"
+    kv = _quantize_kv(k, v, granularity, v_layout, seed if hadamard else None, layout)
+    heads = 2 if layout == "bshd" else 1
+    group = q.shape[heads] // k.shape[heads]
+    q8, q_descale = _quantize(q, granularity, group, kv.rotation_seed, layout)
+    return QuantizedQKV(
+        q=q8, k=kv.k, v=kv.v, q_descale=q_descale, k_descale=kv.k_descale, v_descale=kv.v_descale,
+        granularity=granularity, v_layout=v_layout, rotation_seed=kv.rotation_seed, layout=layout,
+    )  # fmt: skip
+
+
+def quantize_kv_fp8(
+    k: Tensor, v: Tensor, *, granularity: str = "head", v_layout: str | None = None,
+    hadamard: bool = False, seed: int = 0, layout: str = "bhsd",
+) -> Fp8KV:  # fmt: skip
+    """k and v alone, packed as kernels read them: an entry of a cache, or what q of 16 bits meets.
+
+    Rounds as ``quantize_fp8`` does, with its arguments, and raises like it.
+
+    Args:
+        k: [batch, kv_heads, seqlen_k, head_dim] (or bshd), as ``quantize_fp8`` takes it.
+        v: [batch, kv_heads, seqlen_k, head_dim_v] (or bshd).
+        granularity: "tensor", "head" or "block".
+        v_layout: "rows", "columns" or "permuted" (see ``attention``); by default what the kernels
+            of k's device read without moving anything.
+        hadamard: rotate k; q must then be rotated by the same seed.
+        seed: of the rotation.
+        layout: "bhsd" or "bshd", of k and v, and of the calls that the entry is for.
+    """
+    if v_layout is not None and v_layout not in V_LAYOUTS:
+        known = ", ".join(V_LAYOUTS)
+        raise InvalidInputError(f"v_layout={v_layout!r}: must be one of {known}")
+    _check(k, k, v, granularity, seed, layout)
+    ready = v_layout or _ready_layout(k.device)
+    return _quantize_kv(k, v, granularity, ready, seed if hadamard else None, layout)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, granularity: str, seed: int, layout: str) -> None:
     if layout not in _LAYOUTS:
         raise InvalidInputError(f"layout={layout!r}: must be one of {', '.join(_LAYOUTS)}")
     if granularity not in GRANULARITIES:
         known = ", ".join(GRANULARITIES)
         raise InvalidInputError(f"granularity={granularity!r}: must be one of {known}")
-    if permute_keys and not transpose_v:
-        raise InvalidInputError("permute_keys=True: only a transposed v has its keys permuted")
     if not 0 <= seed < 2**31:
         raise InvalidInputError(f"seed={seed}: must be from 0 to 2^31 - 1")
     bshd = layout == "bshd"
@@ -101,28 +149,47 @@ def quantize_fp8(
     reason = why_too_long(problem_of(q, k, v, causal=False, bshd=bshd))
     if reason is not None:
         raise UnsupportedError(reason)
-    heads, rows = (2, 1) if bshd else (1, 2)
-    group = q.shape[heads] // k.shape[heads]
-    q8, k8, v8 = (output_like(x, x, dtype=torch.float8_e4m3fn) for x in (q, k, v))
-    if transpose_v:
-        shape = (v.shape[0], v.shape[heads], v.shape[3], padded_keys(v.shape[rows]))
+
+
+def _quantize_kv(
+    k: Tensor, v: Tensor, granularity: str, v_layout: str, rotation: int | None, layout: str
+) -> Fp8KV:
+    k8, k_descale = _quantize(k, granularity, 1, rotation, layout)
+    if v_layout == "rows":
+        v8, v_descale = _quantize(v, granularity, 1, None, layout)
+    else:
+        by_head = _by_head(v, layout)
+        batch, heads, keys, dim = by_head.shape
+        shape = (batch, heads, dim, padded_keys(keys))
         v8 = torch.empty(shape, dtype=torch.float8_e4m3fn, device=v.device)
-
-    def by_head(x: Tensor) -> Tensor:
-        return x.transpose(1, 2) if bshd else x
-
-    quantize_into = _implementation(q.device)
-    rotation = seed if hadamard else None
-    q_descale = quantize_into(by_head(q8), by_head(q), granularity, group, rotation, False)
-    k_descale = quantize_into(by_head(k8), by_head(k), granularity, 1, rotation, False)
-    v_rows = v8.transpose(2, 3) if transpose_v else by_head(v8)
-    v_descale = quantize_into(v_rows, by_head(v), granularity, 1, None, permute_keys)
-    return QuantizedQKV(
-        q=q8, k=k8, v=v8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        granularity=granularity,
-        v_layout=("permuted" if permute_keys else "columns") if transpose_v else "rows",
+        quantize_into = _implementation(v.device)
+        permuted = v_layout == "permuted"
+        v_descale = quantize_into(v8.transpose(2, 3), by_head, granularity, 1, None, permuted)
+    return Fp8KV(
+        k=k8, v=v8, k_descale=k_descale, v_descale=v_descale, v_layout=v_layout,
         rotation_seed=rotation, layout=layout,
     )  # fmt: skip
+
+
+def _quantize(
+    x: Tensor, granularity: str, group: int, rotation: int | None, layout: str
+) -> tuple[Tensor, Tensor]:
+    """x in fp8, lying as it does, and its descale."""
+    x8 = output_like(x, x, dtype=torch.float8_e4m3fn)
+    quantize_into = _implementation(x.device)
+    into, by_head = _by_head(x8, layout), _by_head(x, layout)
+    return x8, quantize_into(into, by_head, granularity, group, rotation, False)
+
+
+def _by_head(x: Tensor, layout: str) -> Tensor:
+    return x.transpose(1, 2) if layout == "bshd" else x
+
+
+def _ready_layout(device: torch.device) -> str:
+    """What the kernels of ``device`` read without moving anything."""
+    if device.type == "cuda" and current_target(device).capability == 90:
+        return "permuted"
+    return "columns"
 
 
 QuantizeInto = Callable[[Tensor, Tensor, str, int, int | None, bool], Tensor]

@@ -330,11 +330,11 @@ UNSERVED = {
     "cu_seqlens_k": torch.tensor([0, 11]),
     "max_seqlen_q": 7,
     "max_seqlen_k": 11,
-    "q_descale": torch.ones(1),
-    "k_descale": torch.ones(1),
-    "v_descale": torch.ones(1),
 }
-SERVED = {"causal", "scale", "deterministic", "return_lse", "layout"}
+SERVED = {
+    *("causal", "scale", "deterministic", "return_lse", "layout"),
+    *("q_descale", "k_descale", "v_descale", "v_layout", "out_dtype"),
+}
 
 
 def test_every_argument_is_served_or_refused():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoflash.errors import AutoFlashError, CompileError
 from autoflash.kernels.kernel import Access, Call
-from autoflash.problem import Problem
+from autoflash.problem import FP8_FIELDS, Problem
 from autoflash.runtime.choose import Choice, choose, default_choices, tune_command
 from autoflash.runtime.inputs import (
     access_of,
@@ -32,7 +32,7 @@ from autoflash.settings import settings
 from autoflash.target import Target, current_target
 
 if TYPE_CHECKING:
-    from autoflash.runtime.launcher import Launcher
+    from autoflash.runtime.launcher import Addresses, Bound, Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +92,18 @@ def attention_fwd(
     if plan.run is None:
         return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
     addresses = (qp, kp, vp, out.data_ptr(), 0 if lse is None else lse.data_ptr())
-    device = plan.device
+    launch(plan.run, plan.device, addresses)
+    return out, lse
+
+
+def launch(run: "Bound", device: int, addresses: "Addresses") -> None:
+    """Launch ``run`` on ``device`` and the stream that is current there."""
     stream = torch._C._cuda_getCurrentRawStream(device)
     if torch._C._cuda_getDevice() == device:
-        plan.run(stream, addresses)
+        run(stream, addresses)
     else:
         with torch.cuda.device(device):
-            plan.run(stream, addresses)
-    return out, lse
+            run(stream, addresses)
 
 
 def forget() -> None:
@@ -203,7 +207,8 @@ class _NotLoadedError(Exception):
 def _shared(problem: Problem, access: Access, device: int) -> tuple[Any, ...]:
     """What problems must have in common to be run by one launcher."""
     static = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
-    return static, access.aligned, device
+    fp8 = tuple(getattr(problem, name) for name in FP8_FIELDS)
+    return (*static, *fp8), access.aligned, device
 
 
 def _loaded(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoflash.kernels.kernel import Access, Call
-from autoflash.runtime.dispatch import launcher_for, lock, plans_of_an_op, remember
+from autoflash.runtime.dispatch import launch, launcher_for, lock, plans_of_an_op, remember
 from autoflash.runtime.inputs import (
     access_of,
     all_strides,
@@ -106,12 +106,7 @@ def attention_bwd(
         qp, kp, vp, op, lp, dp, ep, *(0 if x is None else x.data_ptr() for x in (dq, dk, dv)),
         *(x.data_ptr() for x in scratch),
     )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(plan.device)
-    if torch._C._cuda_getDevice() == plan.device:
-        plan.run(stream, addresses)
-    else:
-        with torch.cuda.device(plan.device):
-            plan.run(stream, addresses)
+    launch(plan.run, plan.device, addresses)
     return dq, dk, dv
 
 

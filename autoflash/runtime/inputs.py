@@ -26,8 +26,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:
         raise UnsupportedError(f"{q.dtype} is not served: use float16, bfloat16 or float32")
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:
-    """Raise InvalidInputError unless q, k and v agree in shape, dtype and device.
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, bshd: bool, *, same_dtype: bool = True) -> None:
+    """Raise InvalidInputError unless q, k and v agree in shape, dtype (if they must) and device.
 
     Works on real and on symbolic (fake) tensors.
     """
@@ -38,7 +38,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, bshd: bool) -> None:
                 f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}: expected 4, {layout}"
             )
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
+        if same_dtype and x.dtype != q.dtype:
             raise InvalidInputError(f"{name} is {x.dtype}, q is {q.dtype}: they must be the same")
         if x.device != q.device:
             raise InvalidInputError(

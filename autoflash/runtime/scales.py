@@ -28,6 +28,22 @@ def check_scales(
             _check_scale(name, scale, x, kv_heads, bshd)
 
 
+def scale_strides(scale: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
+    """(batch, key/value head, head in its group, block) strides in elements of a checked descale; 0
+    where it doesn't vary."""
+    if scale.dim() < 2:
+        return (0, 0, 0, 0)
+    batch, heads, blocks = (*scale.shape, 1)[:3]
+    by_batch, by_head, by_block = (*scale.stride(), 0)[:3]
+    group = heads // kv_heads
+    return (
+        by_batch if batch > 1 else 0,
+        by_head * group if kv_heads > 1 else 0,
+        by_head if group > 1 else 0,
+        by_block if blocks > 1 else 0,
+    )
+
+
 def check_scale_values(**scales: Tensor | None) -> None:
     """Raise InvalidInputError where a descale on the CPU holds a number that is not finite and > 0.
 
