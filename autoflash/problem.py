@@ -206,7 +206,7 @@ class Problem:
 
 
 # The fields of Problem, and of Bucket, that fp8 needs, with what they are without it.
-FP8_FIELDS = {
+FP8_FIELDS: dict[str, Any] = {
     field.name: field.default
     for field in dataclasses.fields(Problem)
     if field.name in ("kv_dtype", "out_dtype", "scales", "v_layout")

@@ -87,6 +87,52 @@ def emulate_fp8_attention(
     return out, torch.where(seen, lse, -math.inf)
 
 
+def fp8_allowance(
+    q: Tensor, k: Tensor, v: Tensor, exact: Tensor, *, causal: bool, scale: float,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The accuracy rule where q, k and v are fp8: the largest error of each element of out that is
+    allowed against ``exact``, fp64 on the same inputs. These are given as what they stand for.
+
+    What emulate_fp8_attention loses is known: each probability is wrong by up to 2^-4 of itself
+    where P is rounded, or by 2^-18 of the row's largest where e4m3 ends (2^-10 over 2^8), and,
+    where the sum of a score's products has 14 bits (Hopper), by 2^-11 of the size of that sum.
+    Which way is as good as chance, and differs with the blocks of keys. So an error may be six
+    standard deviations of the sum of all these, and never more than that sum; twice the rounding of
+    out is added, and 1e-6.
+    """
+    p, hidden = _probabilities(q, k, causal, scale)
+    wrong = 2.0**-4 + score_noise(q, k, causal=causal, scale=scale).unsqueeze(-1)
+    vague = 2.0**-18 * p.amax(-1, keepdim=True)
+    seen = (p > 0).to(p.dtype)
+    most = wrong * weighted_sum(p, v.abs(), hidden) + vague * weighted_sum(seen, v.abs(), hidden)
+    spread = wrong.square() * weighted_sum(p.square(), v.square(), hidden)
+    spread += vague.square() * weighted_sum(seen, v.square(), hidden)
+    # Uniform between -1 and 1 has a variance of 1/3.
+    likely = 6 * (spread / 3).sqrt()
+    return torch.minimum(likely, most) + torch.finfo(out_dtype).eps * exact.abs() + 1e-6
+
+
+def score_noise(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """What 14-bit sums may change of a row's scores, at most: 2^-11 of the largest sum of
+    magnitudes over the keys that it sees, [B, H, Sq], in natural logarithms."""
+    sizes = per_kv_head(q.abs(), k.abs().transpose(-1, -2))
+    if causal:
+        sizes = sizes.masked_fill(hidden_keys(q, k, 0, q.shape[2]), 0.0)
+    return 2.0**-11 * scale * sizes.amax(-1)
+
+
+def _probabilities(
+    q: Tensor, k: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """P in the dtype of q, zero where a row doesn't see a key, and which keys these are."""
+    hidden = hidden_keys(q, k, 0, q.shape[2]) if causal else None
+    scores = per_kv_head(q, k.transpose(-1, -2)) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, dim=-1).nan_to_num(0.0), hidden
+
+
 def to_e4m3(x: Tensor) -> Tensor:
     """x in float8_e4m3fn as the hardware casts: what is too large becomes 448, NaN stays NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

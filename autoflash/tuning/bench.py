@@ -10,22 +10,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoflash.api import attention
 from autoflash.errors import UnsupportedError
+from autoflash.fp8 import dequantize, values_by_row
 from autoflash.problem import Problem
+from autoflash.runtime.inputs_fp8 import Operands
 from autoflash.target import current_target
 from autoflash.tuning.check import make_inputs
+from autoflash.tuning.check_fp8 import make_operands
 from autoflash.tuning.timing import Timer
 
 Launch = Callable[[], object]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# By op, AutoFlash first.
+# By op, or for fp8; AutoFlash first.
 PEERS = {
     "fwd": ("autoflash", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3"),
     "bwd": ("autoflash", "autoflash_deterministic", "sdpa_fa2", "sdpa_cudnn", "flex"),
+    # All but the first on 16 bits.
+    "fp8": ("autoflash", "autoflash_16_bits", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3"),
 }
 _DEFAULT = {
     "fwd": ("autoflash", "sdpa_fa2", "sdpa_cudnn"),
     "bwd": ("autoflash", "autoflash_deterministic", "sdpa_fa2", "sdpa_cudnn"),
+    "fp8": ("autoflash", "autoflash_16_bits", "sdpa_cudnn"),
 }
 
 
@@ -38,12 +44,12 @@ def bench_problem(
     """
     if not torch.cuda.is_available():
         raise UnsupportedError("no GPU is visible to torch: there is nothing to time")
-    q, k, v = make_inputs(problem, "cuda")
+    inputs = inputs_of(problem)
     launches: dict[str, Launch] = {}
     failed: dict[str, str] = {}
-    for name in _DEFAULT[problem.op] if names is None else names:
+    for name in _DEFAULT[kind_of(problem)] if names is None else names:
         try:
-            launch = implementation(name, problem, q, k, v)
+            launch = implementation(name, problem, *inputs)
             launch()
             torch.cuda.synchronize()
             launches[name] = launch
@@ -55,17 +61,39 @@ def bench_problem(
     return {"gpu": current_target().name, "ms": ms, "failed": failed}
 
 
-def implementation(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+def kind_of(problem: Problem) -> str:
+    """Which of PEERS ``problem`` has: those of its op, or of fp8."""
+    return "fp8" if problem.is_fp8 else problem.op
+
+
+def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Operands | None]:
+    """q, k and v on the GPU and, where ``problem`` is fp8, the operands of which they are what
+    16 bits hold: what a peer without fp8 computes."""
+    if not problem.is_fp8:
+        return *make_inputs(problem, "cuda"), None
+    given = make_operands(problem, "cuda")
+    v = values_by_row(given.v, given.v_layout, problem.seqlen_k)
+    pairs = ((given.q, given.q_descale), (given.k, given.k_descale), (v, given.v_descale))
+    q, k, v = (dequantize(x, scale, torch.float32).to(given.out_dtype) for x, scale in pairs)
+    return q, k, v, given
+
+
+def implementation(
+    name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor, given: Operands | None = None
+) -> Launch:
     """A closure that computes ``problem`` by the implementation called ``name``.
 
-    Inputs are bhsd; what a peer wants otherwise is converted before, not while timing. Of a
-    backward, the forward has run before.
+    Inputs are bhsd, as ``inputs_of`` makes them; what a peer wants otherwise is converted before,
+    not while timing. Of a backward, the forward has run before.
     """
-    if name not in PEERS[problem.op]:
-        known = ", ".join(PEERS[problem.op])
+    peers = PEERS[kind_of(problem)]
+    if name not in peers:
+        known = ", ".join(peers)
         raise ValueError(f"unknown implementation {name!r} of {problem.op}: known are {known}")
     if name == "fa3":
         return _fa3(problem, q, k, v)
+    if name == "autoflash" and given is not None:
+        return _fp8(problem, given)
     attend = _attend(name, problem)
     if problem.op == "fwd":
         return lambda: attend(q, k, v)
@@ -73,6 +101,13 @@ def implementation(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor)
     out = attend(*leaves)
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _fp8(problem: Problem, given: Operands) -> Launch:
+    q, k, v, *_ = given
+    options: dict[str, Any] = {**given.descales, "v_layout": given.v_layout}
+    options |= {"causal": problem.causal, "out_dtype": given.out_dtype}
+    return lambda: attention(q, k, v, **options)
 
 
 def _attend(name: str, problem: Problem) -> Attend:

@@ -16,20 +16,30 @@ from autoflash.runtime.launcher import Addresses, Bound, Launcher
 _RAGGED_Q, _RAGGED_K = 333, 589
 _LSE_TOLERANCE = 2e-3
 _SLICE_ROWS = 64
+# Of a [batch, heads, rows, dim] tensor.
+Rows = tuple[slice, slice, slice]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """Inputs with what is expected of them."""
+class Expected:
+    """What is expected of ``problem``'s result, in fp64, and the errors that are allowed: of out
+    (all its elements or each), and of the LSE beside what its size explains."""
 
     name: str
     problem: Problem
+    out: Tensor
+    lse: Tensor
+    allowance: float | Tensor
+    lse_tolerance: float | Tensor = _LSE_TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Expected):
+    """Inputs with what is expected of them."""
+
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Tensor
-    lse: Tensor
-    allowance: float
 
     def why_wrong(self, launcher: Launcher) -> str | None:
         """How the launcher breaks the accuracy rule here, or None."""
@@ -97,7 +107,7 @@ def run_poisoned(launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: 
     """out and LSE of one launch into buffers full of NaN."""
     out = output_like(q, v).fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device)
-    Repeat(bind(launcher, problem, q, k, v, out), _addresses(q, k, v, out, lse))()
+    Repeat(bind(launcher, problem, q, k, v, out), addresses_of(q, k, v, out, lse))()
     torch.cuda.synchronize()
     return out, lse
 
@@ -108,17 +118,20 @@ def why_wrong(launcher: Launcher, case: Case) -> str | None:
     return compare(case, out, lse)
 
 
-def compare(case: Case, out: Tensor, lse: Tensor) -> str | None:
+def compare(case: Expected, out: Tensor, lse: Tensor) -> str | None:
     """How (out, lse) break the accuracy rule, or None."""
     if not bool(torch.isfinite(out).all()):
         return f"{case.name}: out holds NaN or infinity"
-    error = (out.double() - case.out).abs().max().item()
-    if not error <= case.allowance:
-        return f"{case.name}: error {error:.2e}, allowed {case.allowance:.2e}"
+    error = (out.double() - case.out).abs()
+    allowed = torch.as_tensor(case.allowance, dtype=error.dtype, device=error.device)
+    if not bool((error <= allowed).all()):
+        worst = (error - allowed).argmax()
+        most, least = error.flatten()[worst], allowed.expand_as(error).flatten()[worst]
+        return f"{case.name}: error {most.item():.2e}, allowed {least.item():.2e}"
     if bool(torch.isnan(lse).any()) or not torch.equal(torch.isinf(lse), torch.isinf(case.lse)):
         return f"{case.name}: LSE is NaN, or infinite where it should not be"
     lse_error = (lse.double() - case.lse).nan_to_num(0.0, 0.0, 0.0).abs()
-    allowed = _LSE_TOLERANCE + 1e-5 * case.lse.abs().nan_to_num(0.0, 0.0, 0.0)
+    allowed = case.lse_tolerance + 1e-5 * case.lse.abs().nan_to_num(0.0, 0.0, 0.0)
     if bool((lse_error > allowed).any()):
         return f"{case.name}: LSE error {lse_error.max().item():.2e}"
     return None
@@ -132,11 +145,15 @@ class FullProblem:
 
     def __init__(self, problem: Problem, device: str = "cuda", copies: int = 1) -> None:
         self.problem = problem
-        self.q, self.k, self.v = make_inputs(problem, device)
-        self.out = output_like(self.q, self.v)
+        q, k, v, *descales = self._inputs(device)
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        self.q, self.k, self.v = q, k, v
+        self.out = self._output()
         self.lse = torch.empty(self.q.shape[:3], device=device)
-        own = (self.q, self.k, self.v, self.out, self.lse)
-        self._sets = [own, *(tuple(x.clone() for x in own) for _ in range(copies - 1))]
+        own = (q, k, v, self.out, self.lse, *descales)
+        self._sets = [own, *(tuple(map(_copy, own)) for _ in range(copies - 1))]
         self._parts = [part for share in (1.0, 0.5, 0.0) if (part := self._part(share))]
 
     def launch(self, launcher: Launcher) -> "Repeat":
@@ -145,8 +162,8 @@ class FullProblem:
 
     def launches(self, launcher: Launcher) -> "list[Repeat]":
         """The launch to be timed, on each set of tensors."""
-        bound = bind(launcher, self.problem, self.q, self.k, self.v, self.out)
-        return [Repeat(bound, _addresses(*tensors), tensors) for tensors in self._sets]
+        bound = self._bound(launcher)
+        return [Repeat(bound, addresses_of(*tensors), tensors) for tensors in self._sets]
 
     def why_wrong(self, launcher: Launcher) -> str | None:
         """Runs once at full size and compares some rows at the end, in the middle, at the start."""
@@ -159,7 +176,23 @@ class FullProblem:
         reasons = (compare(case, self.out[at], self.lse[at]) for at, case in self._parts)
         return next(filter(None, reasons), None)
 
-    def _part(self, share: float) -> "tuple[tuple[slice, slice, slice], Case] | None":
+    def _inputs(self, device: str) -> tuple[Tensor | None, ...]:
+        """q, k, v and what else is read, in the order of the launch's addresses."""
+        return make_inputs(self.problem, device)
+
+    def _output(self) -> Tensor:
+        """An uninitialised out."""
+        return output_like(self.q, self.v)
+
+    def _bound(self, launcher: Launcher) -> Bound:
+        """``launcher`` for the tensors."""
+        return bind(launcher, self.problem, self.q, self.k, self.v, self.out)
+
+    def _case(self, part: Problem, at: Rows, keys: Rows) -> Expected:
+        """What is expected of ``part``: the query rows ``at``, and those of k and v."""
+        return make_case("full size", part, self.q[at], self.k[keys], self.v[keys])
+
+    def _part(self, share: float) -> tuple[Rows, Expected] | None:
         """Rows of one head, ``share`` of the way through the problem, and what is expected of them;
         None if they see no key."""
         p = self.problem
@@ -176,14 +209,15 @@ class FullProblem:
         heads, kv_heads = (slice(h, h + 1) for h in (head, head // p.group))
         at = (one, heads, slice(first, first + rows))
         part = replace(p, batch=1, heads=1, kv_heads=1, seqlen_q=rows, seqlen_k=keys)
-        k, v = (x[one, kv_heads, :keys] for x in (self.k, self.v))
-        return at, make_case("full size", part, self.q[at], k, v)
+        return at, self._case(part, at, (one, kv_heads, slice(0, keys)))
 
 
 class Repeat:
     """A call with all its arguments; ``held`` are tensors that live as long as it does."""
 
-    def __init__(self, bound: Bound, addresses: Addresses, held: tuple[Tensor, ...] = ()) -> None:
+    def __init__(
+        self, bound: Bound, addresses: Addresses, held: tuple[Tensor | None, ...] = ()
+    ) -> None:
         self._bound = bound
         self._addresses = addresses
         self._held = held
@@ -202,5 +236,10 @@ def bind(
     return launcher.bind(Call(problem=problem, scale=scale, strides=strides, given=given))
 
 
-def _addresses(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Addresses:
-    return (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+def addresses_of(*tensors: Tensor | None) -> Addresses:
+    """Where these lie, in the order of ``kernel.TENSORS``; 0 for those that aren't given."""
+    return tuple(0 if x is None else x.data_ptr() for x in tensors)
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()

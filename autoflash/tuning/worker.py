@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoflash.errors import AutoFlashError, CompileError, OutOfResourcesError
 from autoflash.kernels.kernel import ALIGNED
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autoflash.runtime.launcher import Launcher
     from autoflash.tuning.check import Case, FullProblem
     from autoflash.tuning.check_bwd import FullGradients, GradientCase
+    from autoflash.tuning.check_fp8 import Fp8Case
     from autoflash.tuning.timing import Timed, Timer
 
 
@@ -93,7 +94,7 @@ class Prepared:
 
     problem: Problem
     full: "FullProblem | FullGradients"
-    cases: "Sequence[Case | GradientCase]"
+    cases: "Sequence[Case | Fp8Case | GradientCase]"
     timer: "Timer"
 
     def why_wrong(self, launcher: "Launcher") -> str | None:
@@ -106,6 +107,21 @@ class Prepared:
         return self.timer.replayed(*self.full.launches(launcher))
 
 
+def checks_of(problem: Problem) -> tuple[Any, Any]:
+    """What makes the full problem of ``problem``'s kind, and what its cases."""
+    if problem.op == "bwd":
+        from autoflash.tuning.check_bwd import FullGradients, gradient_cases
+
+        return FullGradients, gradient_cases
+    if problem.is_fp8:
+        from autoflash.tuning.check_fp8 import FullFp8, fp8_cases
+
+        return FullFp8, fp8_cases
+    from autoflash.tuning.check import FullProblem, check_cases
+
+    return FullProblem, check_cases
+
+
 class Bench:
     """Checks and times candidates of one problem at a time."""
 
@@ -115,20 +131,17 @@ class Bench:
 
     def prepare(self, problem: Problem) -> Prepared:
         """The tensors of ``problem``; those of the one before are freed first."""
-        from autoflash.tuning.check import FullProblem, check_cases
-        from autoflash.tuning.check_bwd import FullGradients, gradient_cases
         from autoflash.tuning.timing import Timer
 
         if self._prepared is None or self._prepared.problem != problem:
             if self._prepared is not None:
                 self._copies = _COPIES
             self._free()
-            backward = problem.op == "bwd"
-            full = FullGradients if backward else FullProblem
+            full, cases = checks_of(problem)
             self._prepared = Prepared(
                 problem=problem,
                 full=full(problem, copies=self._copies),
-                cases=gradient_cases(problem) if backward else check_cases(problem),
+                cases=cases(problem),
                 timer=Timer(),
             )
         return self._prepared

@@ -2,6 +2,7 @@
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import sqlalchemy
@@ -21,7 +22,20 @@ PROBLEMS = [
     problem_of(dtype=FP8, scales="head", out_dtype="float16"),
     problem_of(kv_dtype=FP8, scales="tensor", v_layout="permuted"),
 ]
-RECORDS = [record_of(problem=problem) for problem in (PROBLEM, *PROBLEMS)]
+KERNEL = KERNELS["flash_fwd_fp8"]
+CONFIG = KERNEL.default(PROBLEMS[0], H200)
+
+
+def fp8_record(problem, **config):
+    own = {"kernel": KERNEL.name, "config": KERNEL.space.parse({**CONFIG, **config})}
+    return replace(record_of(problem=problem), **own)
+
+
+def fp8_trial(problem, **changes):
+    return trial_of(problem=problem, kernel=KERNEL.name, **{"config": CONFIG, **changes})
+
+
+RECORDS = [record_of(), *map(fp8_record, PROBLEMS)]
 
 
 def undo_the_revision(where):
@@ -38,11 +52,11 @@ def undo_the_revision(where):
 def test_records_and_trials_come_back(home):
     store = home.open()
     store.add_records(RECORDS)
-    for problem in (PROBLEM, *PROBLEMS):
-        trial = trial_of(problem=problem)
+    for problem in PROBLEMS:
+        trial = fp8_trial(problem)
         store.add_trial(trial)
         assert store.trials(Bucket.of(problem), H200) == [trial]
-        assert store.best(Bucket.of(problem), H200) == record_of(problem=problem)
+        assert store.best(Bucket.of(problem), H200) == fp8_record(problem)
     assert {record_digest(r) for r in home.open(read_only=True).records()} == {
         record_digest(r) for r in RECORDS
     }
@@ -52,7 +66,7 @@ def test_neighbours_differ_in_scales_and_out_alone(home):
     store = home.open()
     store.add_records(RECORDS)
     others = [problem_of(dtype=FP8, scales="tensor"), problem_of(dtype=FP8, scales="block")]
-    store.add_records([record_of(problem=p) for p in others])
+    store.add_records([fp8_record(p) for p in others])
     own = Bucket.of(PROBLEMS[0])
     found = store.neighbours(own, H200)
     assert {record.problem for record in found} == {PROBLEMS[2], *others}
@@ -66,15 +80,16 @@ def test_losses_tell_granularities_apart(home, make):
     fast, slow = {"BLOCK_N": 64}, {"BLOCK_N": 128}
 
     def timed(problem, ms, config):
-        record = record_of(problem=problem, ms=ms, **config)
-        return trial_of(ok, problem=problem, config=record.config, measurement=record.measurement)
+        record = fp8_record(problem, **config)
+        measurement = record_of(ms=ms).measurement
+        return fp8_trial(problem, status=ok, config=record.config, measurement=measurement)
 
     one, other = PROBLEMS[0], problem_of(dtype=FP8, scales="tensor")
     store.add_trials(
         [timed(one, 1.0, fast), timed(one, 2.0, slow), timed(other, 1.0, fast),
          timed(other, 1.5, slow)]
     )  # fmt: skip
-    assert store.losses(record_of(problem=one, **slow)) == [0.5]
+    assert store.losses(fp8_record(one, **slow)) == [0.5]
 
 
 def test_a_database_of_before_is_read_and_upgraded(home):
@@ -164,12 +179,20 @@ def test_a_stranger_says_them_rightly_or_not_at_all(changes, message):
 def test_locks():
     entries = [
         LockEntry(
-            problem=record.problem, target=H200, kernel="flash_fwd",
-            config=KERNELS["flash_fwd"].default(PROBLEM, H200), access=("tma",), how="tuned",
-            source_hash="0123456789abcdef",
+            problem=record.problem, target=H200, kernel=record.kernel, config=record.config,
+            access=("tma",), how="tuned", source_hash="0123456789abcdef",
         )
         for record in RECORDS
     ]  # fmt: skip
     versions = dict.fromkeys(lock.VERSIONS, "")
     found = lock.parse(lock.dump(entries, versions).encode())
     assert set(found.entries) == set(entries)
+
+
+def test_a_kernel_takes_fp8_or_takes_none():
+    wrong = plain.record_to_plain(RECORDS[1]) | {"kernel": "flash_fwd"}
+    with pytest.raises(InvalidInputError, match="kernel flash_fwd takes no fp8: fwd float8_e4m3fn"):
+        plain.record_from_plain(wrong)
+    wrong = plain.record_to_plain(RECORDS[0]) | {"kernel": "flash_fwd_fp8"}
+    with pytest.raises(InvalidInputError, match="kernel flash_fwd_fp8 takes only k and v in fp8"):
+        plain.record_from_plain(wrong)
