@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS
-from autoflash.problem import Problem
+from autoflash.problem import FP8, Problem
 from autoflash.space import Config
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
@@ -33,7 +33,7 @@ _CONFIG = Config(
 
 
 def _problem(
-    dtype: str, head_dim: int, head_dim_v: int, *, causal: bool, op: str = "fwd"
+    dtype: str, head_dim: int, head_dim_v: int, *, causal: bool, op: str = "fwd", **fp8: str
 ) -> Problem:
     return Problem(
         batch=2,
@@ -46,6 +46,7 @@ def _problem(
         dtype=dtype,
         causal=causal,
         op=op,
+        **fp8,
     )
 
 
@@ -164,12 +165,37 @@ HOPPER_BACKWARD_CASES: Cases = (
 )
 
 
+_FP8_CONFIG = Config(
+    BLOCK_M=128,
+    BLOCK_N=64,
+    num_warps=8,
+    num_stages=3,
+    GROUP_HEADS=1,
+    FNUZ=False,
+    maxnreg=0,
+)
+
+# Each layout, granularity and dtype; there are no Jinja decisions.
+FP8_CASES: Cases = (
+    (_problem(FP8, 128, 128, causal=False, scales="head"), {}),
+    (_problem(FP8, 64, 64, causal=True, scales="block", v_layout="columns"), {"num_warps": 4}),
+    (
+        _problem(
+            FP8, 72, 40, causal=True, scales="tensor", v_layout="permuted", out_dtype="float16"
+        ),
+        {"FNUZ": True, "GROUP_HEADS": 8},
+    ),
+    (_problem("bfloat16", 128, 128, causal=True, scales="head", kv_dtype=FP8), {"maxnreg": 128}),
+)
+
+
 def render_all() -> dict[str, str]:
     """File name to text of every case."""
     texts: dict[str, str] = {}
     kernels = (
         ("flash_fwd", _CONFIG, CASES),
         ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES),
+        ("flash_fwd_fp8", _FP8_CONFIG, FP8_CASES),
         ("flash_bwd", _BACKWARD_CONFIG, BACKWARD_CASES),
         ("flash_bwd_ws", _HOPPER_BACKWARD_CONFIG, HOPPER_BACKWARD_CASES),
         ("flash_bwd_split", _SPLIT_BACKWARD_CONFIG, SPLIT_BACKWARD_CASES),

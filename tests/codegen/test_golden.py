@@ -51,12 +51,16 @@ def test_the_golden_cases_hold_every_variant():
     both = (False, True)
     hopper = {name for name in TEXTS if name.startswith("flash_fwd_ws_")}
     backward = {name for name in TEXTS if name.startswith("flash_bwd_")}
-    portable = set(TEXTS) - hopper - backward
+    fp8 = {name for name in TEXTS if name.startswith("flash_fwd_fp8_")}
+    portable = set(TEXTS) - hopper - backward - fp8
     kinds = {("_tma" in name, "_causal" in name) for name in portable}
     assert kinds == {(tma, causal) for tma in both for causal in both}
     kinds = {("_direct" in name, "_dynamic" in name) for name in hopper}
     assert kinds == {(direct, dynamic) for direct in both for dynamic in both}
     assert {"_causal" in name for name in backward} == set(both)
+    layouts = {"rows": "d", "columns": "columns", "permuted": "permuted"}
+    assert all(any(word in name for name in fp8) for word in layouts.values())
+    assert {name.removeprefix("flash_fwd_fp8_")[:8] for name in fp8} >= {"fp8_fp16", "bf16_fp8"}
     for kernel in (hopper, portable, backward):
         names = {re.sub("^flash_(fwd|bwd)(_ws|_split)?_", "", name) for name in kernel}
         assert {name[:4] for name in names} == {"fp16", "bf16"}

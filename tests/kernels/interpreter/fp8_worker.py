@@ -2,8 +2,8 @@
 
 Usage: TRITON_INTERPRET=1 python fp8_worker.py < cases.jsonl
 
-Reads one case (a JSON object, see test_fp8.py) per line and answers each with one line of JSON: what
-was measured, or the traceback.
+Reads one case (a JSON object, see test_fp8.py) per line and answers each with one line of JSON:
+what was measured, or the traceback.
 """
 
 import json
@@ -20,7 +20,7 @@ from autoflash.codegen.render import render
 from autoflash.codegen.source_cache import load
 from autoflash.fp8 import key_order, padded_keys
 from autoflash.kernels import KERNELS
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.tuning.check_fp8 import expect, rounded, stand_for
 from tests.kernels.interpreter.interpreter_worker import Outputs
@@ -71,7 +71,7 @@ def surrounded(x: Tensor) -> Tensor:
         bits = torch.full((*outer, rows + 3, dims + 16), NAN, dtype=torch.uint8)
         buffer = bits.view(torch.float8_e4m3fn)
     view = buffer[..., :rows, :dims]
-    view.view(torch.uint8).copy_(x.view(torch.uint8)) if dims == 0 else view.copy_(x)
+    view.copy_(x)
     return view
 
 
@@ -84,17 +84,13 @@ def with_nan_behind(v: Tensor, problem: Problem) -> Tensor:
     return bits.view(v.dtype)
 
 
-def scales_of(case: str, scale: Tensor | None, problem: Problem) -> Tensor | None:
+def lying(lie: str, scale: Tensor | None) -> Tensor | None:
     """The same scales as they may be given."""
-    if scale is None or case == "dense":
+    if scale is None or lie == "dense":
         return scale
     if scale.dim() == 3:
         return scale.transpose(0, 2).contiguous().transpose(0, 2)
-    if (
-        scale.dim() == 2
-        and problem.heads != problem.kv_heads
-        and scale.shape[1] == problem.kv_heads
-    ):
+    if scale.dim() == 2:
         # Of a tensor with more in it.
         wide = torch.full((*scale.shape, 3), math.nan)
         wide[..., 1] = scale
@@ -121,7 +117,7 @@ def measure(case: dict) -> dict:
     expected = expect("", problem, *stand_for(given))
     v = with_nan_behind(given.v, problem) if problem.v_layout != "rows" else given.v
     tensors = [surrounded(x) for x in (given.q, given.k, v)]
-    descales = [scales_of(lie, x, problem) for x in given[3:6]]
+    descales = [lying(lie, x) for x in given[3:6]]
     out, lse, outside = run(problem, config, tensors, descales)
     nan = expected.out.isnan()
     error = (out.double() - expected.out).abs()[~nan]
@@ -164,7 +160,6 @@ def run(
 def main() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         sys.exit(__doc__)
-    assert FP8 == "float8_e4m3fn"
     torch.set_num_threads(1)
     mend()
     for line in sys.stdin:
