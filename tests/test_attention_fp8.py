@@ -342,9 +342,8 @@ def test_a_rotated_entry_meets_a_rotated_query():
     def distance(out):
         return ((out - plain).float().norm() / plain.float().norm()).item()
 
-    assert (
-        distance(attention(rotate(q, 5).half(), kv)) < 0.2 < 0.5 < distance(attention(q.half(), kv))
-    )
+    assert distance(attention(rotate(q, 5).half(), kv)) < 0.2
+    assert distance(attention(q.half(), kv)) > 0.5
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,8 @@ def test_compiling_and_faking_ask_nothing_of_the_lock(monkeypatch, tmp_path):
 
 def test_problems_of_a_bucket_share_their_source():
     for kernel in KERNELS.values():
-        base = dataclasses.replace(PROBLEM, op=kernel.op)
+        fp8 = {"kv_dtype": "float8_e4m3fn", "scales": "block"} if kernel.fp8 else {}
+        base = dataclasses.replace(PROBLEM, op=kernel.op, **fp8)
         others = [
             Problem(**{**base.as_dict(), "batch": b, "heads": h, "kv_heads": h // 4,
                        "seqlen_q": q, "seqlen_k": k})
