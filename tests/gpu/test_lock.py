@@ -62,9 +62,8 @@ def store_others() -> None:
     for problem in BOTH:
         served = choose(problem, target, ALIGNED).config
         for kernel in KERNELS.values():
-            if (kernel.op, kernel.fp8) != (problem.op, False) or kernel.serves(
-                problem, target
-            ) is not None:
+            of_its_kind = kernel.op == problem.op and not kernel.fp8
+            if not of_its_kind or kernel.serves(problem, target) is not None:
                 continue
             configs = kernel.space.configs(problem, target)
             config = next(c for c in configs if c not in (served, kernel.default(problem, target)))

@@ -481,3 +481,48 @@ def test_choosing_is_quick_and_touches_no_gpu(store, monkeypatch):
         monkeypatch.setattr(f"torch.cuda.{name}", refuse)
     assert choose(PROBLEM, H200, ALIGNED).how == "tuned"
     assert module._layers(settings()) is module._layers(settings())
+
+
+# --- fp8
+
+FP8 = KERNELS["flash_fwd_fp8"]
+FP8_PROBLEM = dataclasses.replace(PROBLEM, dtype="float8_e4m3fn", scales="block")
+FP8_DEFAULT = FP8.default(FP8_PROBLEM, H200)
+FP8_TUNED = FP8.space.parse({**FP8_DEFAULT, "num_stages": 2, "GROUP_HEADS": 1})
+
+
+def fp8_record(problem=FP8_PROBLEM, **changes):
+    found = record(problem=problem, **changes)
+    return dataclasses.replace(found, kernel=FP8.name, config=FP8_TUNED)
+
+
+def test_fp8_is_served_by_kernels_of_fp8_alone():
+    names = {choice.kernel.name for choice in default_choices(FP8_PROBLEM, H200, UNALIGNED)}
+    assert FP8.name in names
+    assert all(KERNELS[name].fp8 for name in names)
+    plain = {choice.kernel.name for choice in default_choices(PROBLEM, H200, UNALIGNED)}
+    assert not any(KERNELS[name].fp8 for name in plain)
+    with pytest.raises(UnsupportedError, match="sm_80 has no e4m3"):
+        choose(FP8_PROBLEM, A100, ALIGNED)
+
+
+def test_a_record_of_fp8_serves_its_problem_and_other_scales_as_a_neighbour(store):
+    store.add_record(fp8_record())
+    for problem, how in (
+        (FP8_PROBLEM, "tuned"),
+        (dataclasses.replace(FP8_PROBLEM, scales="head"), "neighbour"),
+        (dataclasses.replace(FP8_PROBLEM, out_dtype="float16"), "neighbour"),
+        (dataclasses.replace(FP8_PROBLEM, v_layout="columns"), "default"),
+        (dataclasses.replace(FP8_PROBLEM, dtype="float16", kv_dtype="float8_e4m3fn"), "default"),
+    ):
+        module._layers.cache_clear()
+        choice = choose(problem, H200, UNALIGNED)
+        assert choice.how == how, problem.label()
+        assert (choice.config == FP8_TUNED) == (how != "default")
+    assert choose(PROBLEM, H200, UNALIGNED).how == "default"
+    choice = choose(FP8_PROBLEM, H100, UNALIGNED)
+    assert (choice.how, choice.config) == ("neighbour", FP8_TUNED)
+
+
+def test_the_command_names_what_fp8_needs():
+    assert tune_command(FP8_PROBLEM).endswith("--dtype float8_e4m3fn --causal --scales block")
