@@ -182,7 +182,8 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Records in full: problem, config, pipeline, time, evidence and the emitted file."""
-    from autoflash.problem import canonical_dtype, parse_length
+    from autoflash.dtypes import canonical_dtype
+    from autoflash.problem import parse_length
     from autoflash.report import record_panel
     from autoflash.tuning.progress import emitted_path
 

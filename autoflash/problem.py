@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoflash.dtypes import (
+    DTYPE_BYTES,
+    FP8,
+    HALF_DTYPES,
+    canonical_dtype,
+    default_out,
+    kindred_dtypes,
+)
 from autoflash.errors import InvalidInputError
 from autoflash.fp8 import GRANULARITIES, V_LAYOUTS
 
 MAX_HEAD_DIM = 256
-FP8 = "float8_e4m3fn"
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, FP8: 1}
-_DTYPE_ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_DTYPE_ALIASES |= {"fp8": FP8, "e4m3": FP8}
-_HALF_DTYPES = ("float16", "bfloat16")
 _SUFFIXES = {"k": 1024, "m": 1024 * 1024}
 OPS = ("fwd", "bwd")
 
@@ -77,7 +80,7 @@ class Problem:
         # Whether k and v are told to be what q is, or out what it is anyway, makes no difference.
         if self.kv_dtype == self.dtype:
             object.__setattr__(self, "kv_dtype", "")
-        if self.out_dtype == _default_out(self.dtype):
+        if self.out_dtype == default_out(self.dtype):
             object.__setattr__(self, "out_dtype", "")
         _check_fp8(self)
 
@@ -123,7 +126,7 @@ class Problem:
     @property
     def dtype_of_out(self) -> str:
         """The dtype of out."""
-        return self.out_dtype or _default_out(self.dtype)
+        return self.out_dtype or default_out(self.dtype)
 
     @property
     def is_fp8(self) -> bool:
@@ -282,20 +285,6 @@ class Bucket:
         )
 
 
-def canonical_dtype(name: object) -> str:
-    """'bf16' or 'torch.bfloat16' to 'bfloat16'; InvalidInputError if it is no dtype of ours."""
-    text = str(name).removeprefix("torch.").lower()
-    text = _DTYPE_ALIASES.get(text, text)
-    if text not in DTYPE_BYTES:
-        raise InvalidInputError(f"dtype={name!r}: must be one of {', '.join(DTYPE_BYTES)}")
-    return text
-
-
-def kindred_dtypes(dtype: str) -> tuple[str, ...]:
-    """The dtypes, ``dtype`` among them, whose kernels want the same configs."""
-    return _HALF_DTYPES if dtype in _HALF_DTYPES else (dtype,)
-
-
 def parse_length(name: str, value: object) -> int:
     """An int, or text such as '4096', '4k' or '1m' (powers of 1024)."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -313,11 +302,6 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
-def _default_out(dtype: str) -> str:
-    """The dtype of out for q's."""
-    return "bfloat16" if dtype == FP8 else dtype
-
-
 def _dtypes_in_words(noun: Problem | Bucket) -> str:
     """q's dtype, with that of k and v and of out if they are others."""
     kv = f"/{noun.kv_dtype}" if noun.kv_dtype else ""
@@ -333,13 +317,13 @@ def _fp8_in_words(noun: Problem | Bucket) -> str:
 def _check_fp8(problem: Problem) -> None:
     """Raise InvalidInputError unless dtypes, scales and layout of v go together."""
     p = problem
-    if p.kv_dtype and (p.kv_dtype != FP8 or p.dtype not in _HALF_DTYPES):
+    if p.kv_dtype and (p.kv_dtype != FP8 or p.dtype not in HALF_DTYPES):
         raise InvalidInputError(
             f"kv_dtype={p.kv_dtype!r} with dtype={p.dtype!r}: must be dtype, or {FP8} where that "
-            f"is one of {', '.join(_HALF_DTYPES)}"
+            f"is one of {', '.join(HALF_DTYPES)}"
         )
-    if p.out_dtype and (p.dtype != FP8 or p.out_dtype not in _HALF_DTYPES):
-        allowed = " or ".join(_HALF_DTYPES) if p.dtype == FP8 else p.dtype
+    if p.out_dtype and (p.dtype != FP8 or p.out_dtype not in HALF_DTYPES):
+        allowed = " or ".join(HALF_DTYPES) if p.dtype == FP8 else p.dtype
         raise InvalidInputError(
             f"out_dtype={p.out_dtype!r} with dtype={p.dtype!r}: must be {allowed}"
         )

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from autoflash.codegen.render import render
+from autoflash.dtypes import FP8
 from autoflash.kernels import KERNELS
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"

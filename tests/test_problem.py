@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoflash.dtypes import canonical_dtype
 from autoflash.errors import AutoFlashError, InvalidInputError
 from autoflash.problem import (
     FP8_FIELDS,
     MAX_HEAD_DIM,
     Bucket,
     Problem,
-    canonical_dtype,
     next_power_of_2,
     parse_length,
 )

@@ -6,6 +6,7 @@ scaled to the rate that plain Triton had in a first study on an H200 (about 340 
 since kernels that serve the same problems are ranked in one list.
 """
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_bwd_space import (
     accumulator_registers,
     owned,
@@ -14,7 +15,7 @@ from autoflash.kernels.flash_bwd_space import (
 )
 from autoflash.kernels.flash_fwd_model import FACTORS
 from autoflash.kernels.flash_fwd_space import MAX_REGISTERS, OTHER_REGISTERS, block_d, block_dv
-from autoflash.problem import DTYPE_BYTES, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target
 

@@ -1,5 +1,6 @@
 """flash_bwd's search space: what may be tuned, and why a combination can't or shouldn't run."""
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_fwd_space import (
     MAX_REGISTERS,
     OTHER_REGISTERS,
@@ -7,7 +8,7 @@ from autoflash.kernels.flash_fwd_space import (
     block_dv,
     why_no_tma,
 )
-from autoflash.problem import DTYPE_BYTES, Problem, next_power_of_2
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 

@@ -1,12 +1,13 @@
 """flash_bwd_split's search space: what may be tuned, and why not every combination."""
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_bwd_ws_space import (
     CONSUMER_REGISTERS,
     GROUP_SIZES,
     padded_rows,
 )
 from autoflash.kernels.flash_fwd_ws_space import block_d
-from autoflash.problem import DTYPE_BYTES, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_fwd_ws_space import block_d
-from autoflash.problem import DTYPE_BYTES, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace, Value
 from autoflash.target import Target
 

@@ -8,6 +8,7 @@ MI300, whose matrix unit takes e4m3fnuz.
 from dataclasses import dataclass
 from typing import Any
 
+from autoflash.dtypes import FP8
 from autoflash.kernels import flash_fwd_fp8_model as model
 from autoflash.kernels.flash_fwd_fp8_space import (
     SPACE,
@@ -30,7 +31,7 @@ from autoflash.kernels.kernel import (
     slug_parts,
     why_too_long,
 )
-from autoflash.problem import FP8, Problem, next_power_of_2
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
 from autoflash.target import Target
 

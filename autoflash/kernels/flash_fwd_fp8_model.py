@@ -3,10 +3,11 @@
 Nothing of it has been fitted to measurements of this kernel: it orders candidates, no more.
 """
 
+from autoflash.dtypes import FP8
 from autoflash.kernels import flash_fwd_model
 from autoflash.kernels.flash_fwd_fp8_space import accumulator_registers, shared_bytes
 from autoflash.kernels.flash_fwd_model import blocks_that_fit
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target
 

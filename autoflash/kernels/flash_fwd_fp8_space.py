@@ -1,5 +1,6 @@
 """flash_fwd_fp8's search space: what may be tuned, and why a combination can't or shouldn't run."""
 
+from autoflash.dtypes import DTYPE_BYTES, FP8
 from autoflash.kernels.flash_fwd_space import (
     MAX_REGISTERS,
     OTHER_REGISTERS,
@@ -9,7 +10,7 @@ from autoflash.kernels.flash_fwd_space import (
     matches_queries,
     register_cap_helps,
 )
-from autoflash.problem import DTYPE_BYTES, FP8, Problem, next_power_of_2
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 

@@ -7,6 +7,7 @@ were fitted to 2082 trials timed on an H200 (docs/flash_fwd.md); rates and sizes
 
 from dataclasses import dataclass
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_fwd_space import (
     MAX_REGISTERS,
     OTHER_REGISTERS,
@@ -15,7 +16,7 @@ from autoflash.kernels.flash_fwd_space import (
     block_dv,
     shared_bytes,
 )
-from autoflash.problem import DTYPE_BYTES, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target
 

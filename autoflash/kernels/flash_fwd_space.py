@@ -1,6 +1,7 @@
 """flash_fwd's search space: what may be tuned, and why a combination can't or shouldn't run."""
 
-from autoflash.problem import DTYPE_BYTES, Problem, next_power_of_2
+from autoflash.dtypes import DTYPE_BYTES
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 

@@ -9,6 +9,7 @@ which they meet within 4 % in the mean, those of four consumers and of out in ha
 import math
 from dataclasses import dataclass
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_fwd_ws_space import (
     ROWS,
     block_dv,
@@ -18,7 +19,7 @@ from autoflash.kernels.flash_fwd_ws_space import (
     tile_count,
     tile_heads,
 )
-from autoflash.problem import DTYPE_BYTES, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from autoflash.problem import DTYPE_BYTES, Problem, next_power_of_2
+from autoflash.dtypes import DTYPE_BYTES
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 

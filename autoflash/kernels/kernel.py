@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from autoflash.dtypes import FP8
 from autoflash.fp8 import padded_keys
-from autoflash.problem import FP8, Problem, next_power_of_2
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, SearchSpace, Value
 from autoflash.target import Target
 

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from autoflash.dtypes import DTYPE_BYTES
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels.kernel import Access
-from autoflash.problem import DTYPE_BYTES, MAX_HEAD_DIM, Problem
+from autoflash.problem import MAX_HEAD_DIM, Problem
 
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from autoflash.dtypes import FP8
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.fp8 import GRANULARITIES, V_LAYOUTS, Fp8KV, padded_keys
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.runtime.inputs import check_shapes
 from autoflash.runtime.scales import check_scales
 

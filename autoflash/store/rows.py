@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select
 
+from autoflash.dtypes import kindred_dtypes
 from autoflash.errors import InvalidInputError
-from autoflash.problem import Bucket, kindred_dtypes
+from autoflash.problem import Bucket
 from autoflash.space import Config
 from autoflash.store.digest import config_text, record_digest, trial_digest
 from autoflash.store.parts import (

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from autoflash.dtypes import FP8
 from autoflash.fp8 import dequantize, values_by_row
 from autoflash.kernels.kernel import Call
-from autoflash.problem import FP8, FP8_FIELDS, Problem
+from autoflash.problem import FP8_FIELDS, Problem
 from autoflash.quantize import quantize_fp8
 from autoflash.reference import error_allowance, exact_attention
 from autoflash.reference_fp8 import fp8_allowance, score_noise

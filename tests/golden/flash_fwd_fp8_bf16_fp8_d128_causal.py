@@ -68,6 +68,10 @@ def load_rows(
     return tile
 
 
+# Triton 3.6 casts e4m3 to bf16 by an instruction that sm_89 doesn't have.
+CAST_BY_FP32 = tl.constexpr(triton.__version__.startswith("3.6."))
+
+
 @triton.jit
 def key_at(position, V_LAYOUT: tl.constexpr):
     # The key whose value lies at a position of v (autoflash.fp8.key_order).
@@ -148,6 +152,8 @@ def as_operand(tile, like, FNUZ: tl.constexpr):
         bits = tl.where(nan, 0x80, tl.where(tile == 0x80, 0, tile)).to(tl.uint8)
         tile = bits.to(tl.float8e4b8, bitcast=True)
     elif not like.is_fp8():
+        if CAST_BY_FP32:
+            tile = tile.to(tl.float32)
         tile = tile.to(like)
     return tile
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import autoflash
+from autoflash.dtypes import FP8
 from autoflash.fp8 import key_order, values_by_row
 from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import ALIGNED, Kernel
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.reference_fp8 import exact_fp8_attention
 from autoflash.runtime import dispatch
 from autoflash.runtime.inputs_fp8 import Operands

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoflash.codegen.render import compiled_hash, render
+from autoflash.dtypes import FP8
 from autoflash.errors import ConfigError, UnsupportedError
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.flash_fwd_fp8_space import needs_fnuz, shared_bytes
 from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Pointer, tensor_shape
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
 

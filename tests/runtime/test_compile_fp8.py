@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from autoflash.dtypes import FP8
 from autoflash.errors import UnsupportedError
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.flash_fwd_fp8_space import needs_fnuz, shared_bytes
 from autoflash.kernels.kernel import ALIGNED, Access
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_config
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS

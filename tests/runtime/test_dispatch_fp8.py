@@ -9,10 +9,11 @@ import torch
 
 import autoflash
 from autoflash import ops
+from autoflash.dtypes import FP8
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import TENSORS
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.runtime import dispatch, dispatch_fp8
 from autoflash.runtime.choose import Choice
 from autoflash.runtime.inputs_fp8 import Operands

@@ -41,6 +41,8 @@ for name, others in (
     ("flash_fwd_ws", {"head_dim": 128}),
     ("flash_fwd_ws", {"head_dim": 64, "causal": True, "dtype": "float16"}),
     ("flash_fwd_ws", {"head_dim": 256, "kv_heads": 2, "seqlen_q": 16, "causal": True}),
+    ("flash_fwd_fp8", {"head_dim": 128, "dtype": "fp8", "scales": "block", "v_layout": "permuted"}),
+    ("flash_fwd_fp8", {"head_dim": 64, "kv_dtype": "fp8", "causal": True}),
     ("flash_bwd", {"head_dim": 128, "kv_heads": 2, "causal": True, "op": "bwd"}),
     ("flash_bwd_ws", {"head_dim": 64, "causal": True, "op": "bwd"}),
     ("flash_bwd_ws", {"head_dim": 128, "dtype": "float16", "op": "bwd"}),

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import sqlalchemy
 
+from autoflash.dtypes import FP8
 from autoflash.errors import InvalidInputError
 from autoflash.kernels import KERNELS
-from autoflash.problem import FP8, FP8_FIELDS, Bucket
+from autoflash.problem import FP8_FIELDS, Bucket
 from autoflash.settings import DatabaseUrl
 from autoflash.store import exchange, jsonl, lock, plain
 from autoflash.store.digest import record_digest, record_text

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from autoflash.dtypes import FP8
 from autoflash.fp8 import values_by_row
-from autoflash.problem import FP8, Problem
+from autoflash.problem import Problem
 from autoflash.reference import attention_forward, exact_attention
 from autoflash.reference_fp8 import emulate_fp8_attention
 from autoflash.tuning.check import compare
