@@ -77,7 +77,7 @@ def attention(
         q_descale: of a q in fp8, which stands for q_descale * q: fp32, [] or [1] for all of q,
             [batch, kv_heads] or [batch, heads], or [batch, heads, ceil(seqlen_q / 128)], one for
             128 rows. None is 1. On the CPU it must be finite and positive; on a GPU, where looking
-            would stop the host, NaN and infinities give NaN, and others wrong results.
+            would stop the host, what isn't finite gives what isn't, and others wrong results.
         k_descale: of a k in fp8: [] or [1], [batch, kv_heads], or
             [batch, kv_heads, ceil(seqlen_k / 128)].
         v_descale: the same of v.

@@ -317,6 +317,9 @@ def _fp8_in_words(noun: Problem | Bucket) -> str:
 def _check_fp8(problem: Problem) -> None:
     """Raise InvalidInputError unless dtypes, scales and layout of v go together."""
     p = problem
+    for name in FP8_FIELDS:
+        if not isinstance(getattr(p, name), str):
+            raise InvalidInputError(f"{name}={getattr(p, name)!r}: must be text")
     if p.kv_dtype and (p.kv_dtype != FP8 or p.dtype not in HALF_DTYPES):
         raise InvalidInputError(
             f"kv_dtype={p.kv_dtype!r} with dtype={p.dtype!r}: must be dtype, or {FP8} where that "

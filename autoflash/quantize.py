@@ -125,6 +125,15 @@ def quantize_kv_fp8(
     if v_layout is not None and v_layout not in V_LAYOUTS:
         known = ", ".join(V_LAYOUTS)
         raise InvalidInputError(f"v_layout={v_layout!r}: must be one of {known}")
+    if k.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        raise InvalidInputError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)}: must have 4 dimensions and agree in all "
+            "but the last"
+        )
+    if (k.dtype, k.device) != (v.dtype, v.device):
+        raise InvalidInputError(
+            f"k is {k.dtype} on {k.device}, v {v.dtype} on {v.device}: they must be the same"
+        )
     _check(k, k, v, granularity, seed, layout)
     ready = v_layout or _ready_layout(k.device)
     return _quantize_kv(k, v, granularity, ready, seed if hadamard else None, layout)
@@ -144,7 +153,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, granularity: str, seed: int, layout:
         raise InvalidInputError(f"{q.dtype}: must be float16, bfloat16 or float32")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise InvalidInputError(
-            "rounding to fp8 has no gradient: call quantize_fp8 under torch.no_grad(), or detach"
+            "rounding to fp8 has no gradient: call it under torch.no_grad(), or detach"
         )
     reason = why_too_long(problem_of(q, k, v, causal=False, bshd=bshd))
     if reason is not None:

@@ -363,6 +363,16 @@ def test_what_quantize_kv_refuses(options, message):
         autoflash.quantize_kv_fp8(k.requires_grad_(), v)
 
 
+def test_k_and_v_that_do_not_go_together_are_refused_by_their_names():
+    _, k, v = inputs()
+    with pytest.raises(InvalidInputError, match=r"and v \(2, 2, 299, 24\): must have"):
+        autoflash.quantize_kv_fp8(k, v[:, :, 1:])
+    with pytest.raises(InvalidInputError, match=r"k \(2, 300, 40\) and v"):
+        autoflash.quantize_kv_fp8(k[0], v[0])
+    with pytest.raises(InvalidInputError, match=r"k is torch\.float16 on cpu, v torch\.float32"):
+        autoflash.quantize_kv_fp8(k.half(), v)
+
+
 # --- explain
 
 

@@ -420,7 +420,9 @@ def test_what_comes_to_the_same_is_the_same():
             {"dtype": "float8_e4m3fn", "kv_dtype": "float16", "scales": "head"},
             "kv_dtype='float16' with dtype='float8_e4m3fn'",
         ),
-        ({"kv_dtype": 8}, "kv_dtype=8 with"),
+        ({"kv_dtype": 8}, "kv_dtype=8: must be text"),
+        ({"out_dtype": None}, "out_dtype=None: must be text"),
+        ({"scales": b"head"}, "scales=b'head': must be text"),
         ({"out_dtype": "bfloat16"}, "out_dtype='bfloat16' with dtype='float16': must be float16"),
         (
             {"dtype": "float8_e4m3fn", "scales": "head", "out_dtype": "float32"},

@@ -48,7 +48,8 @@ def check_scale_values(**scales: Tensor | None) -> None:
     """Raise InvalidInputError where a descale on the CPU holds a number that is not finite and > 0.
 
     On a GPU that would stop the host until the GPU is done, and isn't looked at: NaN or an
-    infinity there gives NaN in the rows that it serves, 0 and negative ones give wrong results.
+    infinity there gives NaN (or infinities, in a v_descale) in the rows that it serves, 0 and
+    negative ones give wrong results.
     Not for fake tensors, which have no values.
     """
     for name, scale in scales.items():

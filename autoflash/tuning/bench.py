@@ -66,12 +66,14 @@ def kind_of(problem: Problem) -> str:
     return "fp8" if problem.is_fp8 else problem.op
 
 
-def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Operands | None]:
-    """q, k and v on the GPU and, where ``problem`` is fp8, the operands of which they are what
+def inputs_of(
+    problem: Problem, device: str = "cuda"
+) -> tuple[Tensor, Tensor, Tensor, Operands | None]:
+    """q, k and v and, where ``problem`` is fp8, the operands of which they are what
     16 bits hold: what a peer without fp8 computes."""
     if not problem.is_fp8:
-        return *make_inputs(problem, "cuda"), None
-    given = make_operands(problem, "cuda")
+        return *make_inputs(problem, device), None
+    given = make_operands(problem, device)
     v = values_by_row(given.v, given.v_layout, problem.seqlen_k)
     pairs = ((given.q, given.q_descale), (given.k, given.k_descale), (v, given.v_descale))
     q, k, v = (dequantize(x, scale, torch.float32).to(given.out_dtype) for x, scale in pairs)
