@@ -168,8 +168,8 @@ def attend(
     BLOCK_SCALES: tl.constexpr, P_EXPONENT: tl.constexpr, FNUZ: tl.constexpr,
 ):
     # Folds the keys lo .. hi, a multiple of BLOCK_N apart, into (acc, m_i, l_i), the last ones first.
-    # acc is in units of v's descale `unit`. Keys from `end` on are seen by no row of this tile and are
-    # never read.
+    # acc is in units of v's descale `unit`. Keys from `end` on are seen by no row of this tile, and may
+    # hold anything.
     for step in tl.range(lo, hi, BLOCK_N):
         start = lo + hi - BLOCK_N - step
         k = load_keys(k_rows, start, end, stride_kn, HEAD_DIM, BLOCK_N, BLOCK_D, V_LAYOUT, MASKED)
