@@ -67,13 +67,7 @@ class FlashFwd(OneFunction):
             return "float32 is not served on a GPU: use float16 or bfloat16"
         if target.vendor == "nvidia" and target.capability < 80:
             return f"{target.arch} is older than sm_80"
-        reason = why_too_long(problem)
-        if reason is not None:
-            return reason
-        # Even 16-row programs must fit the grid's first dimension.
-        if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > MAX_GRID:
-            return f"more than {MAX_GRID} blocks of 16 query rows: split the batch"
-        return None
+        return why_too_many(problem)
 
     def variant(self, problem: Problem, config: Config) -> FlashFwdVariant:
         return FlashFwdVariant(tma=config["LOAD"] == "tma")
@@ -94,10 +88,7 @@ class FlashFwd(OneFunction):
         }
 
     def options(self, config: Config) -> dict[str, int]:
-        options = {name: config.integer(name) for name in ("num_warps", "num_stages")}
-        if config["maxnreg"]:
-            options["maxnreg"] = config.integer("maxnreg")
-        return options
+        return launch_options(config)
 
     def signature(self, problem: Problem, config: Config) -> dict[str, str]:
         dtype = TRITON_DTYPES[problem.dtype]
@@ -133,8 +124,7 @@ class FlashFwd(OneFunction):
 
     def grid(self, problem: Problem, config: Config, target: Target) -> int:
         del target
-        rows = -(-problem.seqlen_q // config.integer("BLOCK_M"))
-        return rows * problem.batch * problem.heads
+        return row_blocks(problem, config)
 
     def adapt(self, config: Config, access: Access) -> Config:
         if config["LOAD"] == "tma" and not access.tma:
@@ -217,6 +207,31 @@ def _preferred(wide: int, causal: bool, target: Target) -> dict[str, Any]:
         "GROUP_HEADS": 8 if causal else 1,
         "DIAGONAL_FIRST": False,
     }
+
+
+def why_too_many(problem: Problem) -> str | None:
+    """Why there are more programs, or longer tensors, than can be counted, or None."""
+    reason = why_too_long(problem)
+    if reason is not None:
+        return reason
+    # Even 16-row programs must fit the grid's first dimension.
+    if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > MAX_GRID:
+        return f"more than {MAX_GRID} blocks of 16 query rows: split the batch"
+    return None
+
+
+def launch_options(config: Config) -> dict[str, int]:
+    """Triton's options of a config that has Params of their names; no maxnreg where that is 0."""
+    options = {name: config.integer(name) for name in ("num_warps", "num_stages")}
+    if config["maxnreg"]:
+        options["maxnreg"] = config.integer("maxnreg")
+    return options
+
+
+def row_blocks(problem: Problem, config: Config) -> int:
+    """Programs of BLOCK_M query rows of a head."""
+    rows = -(-problem.seqlen_q // config.integer("BLOCK_M"))
+    return rows * problem.batch * problem.heads
 
 
 def _axes(tensor: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from autoflash.dtypes import FP8
 from autoflash.kernels import flash_fwd_fp8_model as model
+from autoflash.kernels.flash_fwd import launch_options, row_blocks, why_too_many
 from autoflash.kernels.flash_fwd_fp8_space import (
     SPACE,
     block_d,
@@ -20,7 +21,6 @@ from autoflash.kernels.flash_fwd_fp8_space import (
 from autoflash.kernels.flash_fwd_space import block_dv
 from autoflash.kernels.kernel import (
     LOG2_E,
-    MAX_GRID,
     TRITON_DTYPES,
     Access,
     Argument,
@@ -29,7 +29,6 @@ from autoflash.kernels.kernel import (
     Pointer,
     Variant,
     slug_parts,
-    why_too_long,
 )
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
@@ -65,13 +64,7 @@ class FlashFwdFp8(OneFunction):
     def serves(self, problem: Problem, target: Target) -> str | None:
         if target.vendor == "nvidia" and target.capability < 89:
             return f"{target.arch} has no e4m3 (sm_89 and newer have)"
-        reason = why_too_long(problem)
-        if reason is not None:
-            return reason
-        # Even 16-row programs must fit the grid's first dimension.
-        if problem.batch * problem.heads * -(-problem.seqlen_q // 16) > MAX_GRID:
-            return f"more than {MAX_GRID} blocks of 16 query rows: split the batch"
-        return None
+        return why_too_many(problem)
 
     def variant(self, problem: Problem, config: Config) -> FlashFwdFp8Variant:
         del problem, config
@@ -94,10 +87,7 @@ class FlashFwdFp8(OneFunction):
         }
 
     def options(self, config: Config) -> dict[str, int]:
-        options = {name: config.integer(name) for name in ("num_warps", "num_stages")}
-        if config["maxnreg"]:
-            options["maxnreg"] = config.integer("maxnreg")
-        return options
+        return launch_options(config)
 
     def signature(self, problem: Problem, config: Config) -> dict[str, str]:
         dtypes = {"q": problem.dtype, "k": problem.dtype_of_kv, "v": problem.dtype_of_kv}
@@ -141,8 +131,7 @@ class FlashFwdFp8(OneFunction):
 
     def grid(self, problem: Problem, config: Config, target: Target) -> int:
         del target
-        rows = -(-problem.seqlen_q // config.integer("BLOCK_M"))
-        return rows * problem.batch * problem.heads
+        return row_blocks(problem, config)
 
     def adapt(self, config: Config, access: Access) -> Config:
         del access
