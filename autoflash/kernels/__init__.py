@@ -9,6 +9,7 @@ from autoflash.kernels.flash_bwd_split import FlashBwdSplit
 from autoflash.kernels.flash_bwd_ws import FlashBwdWs
 from autoflash.kernels.flash_fwd import FlashFwd
 from autoflash.kernels.flash_fwd_fp8 import FlashFwdFp8
+from autoflash.kernels.flash_fwd_fp8_ws import FlashFwdFp8Ws
 from autoflash.kernels.flash_fwd_ws import FlashFwdWs
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
@@ -19,6 +20,7 @@ _OWN: tuple[Kernel, ...] = (
     FlashFwd(),
     FlashFwdWs(),
     FlashFwdFp8(),
+    FlashFwdFp8Ws(),
     FlashBwd(),
     FlashBwdWs(),
     FlashBwdSplit(),

@@ -85,12 +85,12 @@ def _with_layout(kind: str) -> str:
     It is the layout that the copy engine and the matrix unit agree on, swizzled as far as the row
     allows, and none for a row of numbers. Other types stay as they are.
     """
-    match = re.fullmatch(r"tensordesc<(fp16|bf16|fp32)\[([\d, ]+)\]>", kind)
+    match = re.fullmatch(r"tensordesc<(fp16|bf16|fp32|fp8e4nv)\[([\d, ]+)\]>", kind)
     if match is None:
         return kind
     from triton.experimental.gluon import language as gl
 
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32}[match[1]]
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}[match[1]]
     block = [int(size) for size in match[2].split(",")]
     if len(block) == 1:
         bits = element.primitive_bitwidth

@@ -1,0 +1,61 @@
+"""The written model of flash_fwd_fp8_ws's time: what orders candidates that haven't been timed.
+
+As flash_fwd_ws's, with twice the matrix rate: the softmax, which is as long as in 16 bits, then
+decides more. The factors are guesses from the probes until they are fitted.
+"""
+
+import math
+
+from autoflash.kernels.flash_fwd_fp8_ws_space import group_heads, tile_count
+from autoflash.kernels.flash_fwd_ws_space import ROWS, block_d, block_dv
+from autoflash.problem import Problem
+from autoflash.space import Config
+from autoflash.target import Target
+
+# Exponentials and other operations that an SM does per cycle.
+_EXPONENTIALS = 16
+_LANES = 128
+_ELEMENTWISE = 8.5
+_MATRIX = 0.9
+_RATE = 2.0
+# Cycles per row and step, per step, per row of a tile, to start a program, to start the first.
+_ROW = 5.0
+_STEP = 220.0
+_TILE_ROW = 8.0
+_LAUNCH = 2100.0
+_START = 9000.0
+_RESCALE = 2.5
+# Share of the softmax that the matrix unit waits for, by consumers and overlap.
+_OPEN = {(2, True): 0.5, (2, False): 0.8, (3, True): 0.42, (3, False): 0.45}
+
+
+def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
+    """Milliseconds of ``config``, and of turning v if that comes by rows."""
+    consumers, keys = config.integer("CONSUMERS"), config.integer("BLOCK_N")
+    rows, tiles = consumers * ROWS, tile_count(config, problem)
+    flops = _RATE * target.tflops * 1e12 / target.sm_count / (target.clock_ghz * 1e9)
+    scores = rows * keys
+    matrix = _MATRIX * 2 * scores * (block_d(problem) + block_dv(problem)) / flops
+    softmax = scores * (1 / _EXPONENTIALS + _ELEMENTWISE / _LANES) + _ROW * rows
+    softmax += _RESCALE * rows * block_dv(problem) / _LANES
+    step = _STEP + matrix + _OPEN[consumers, bool(config["OVERLAP"])] * softmax
+    if config["STAGES"] == 2 and consumers == 3:
+        step *= 1.05
+    blocks = -(-problem.seqlen_k // keys) + 0.0
+    pairs = problem.seqlen_q * problem.seqlen_k
+    if problem.causal and pairs:
+        blocks = blocks * problem.visible_pairs / pairs + (rows / keys + 1) / 2
+    own = _TILE_ROW * rows + (_LAUNCH if config["SCHEDULE"] == "grid" else 0.0)
+    if config["STAGING"] != "own":
+        own += 0.08 * rows * block_dv(problem)
+    share = tiles / min(tiles, target.sm_count)
+    turns = float(math.ceil(share)) if share < 8 and not problem.causal else share + 0.5
+    if problem.causal:
+        turns += 0.14 * problem.batch * problem.heads / max(1, group_heads(config, problem)) / 8
+    seconds = (_START + turns * (blocks * step + own)) / (target.clock_ghz * 1e9)
+    least = problem.min_bytes
+    if problem.v_layout == "rows":
+        moved = 2 * problem.batch * problem.kv_heads * problem.seqlen_k * problem.head_dim_v
+        seconds += moved / (0.7 * target.bandwidth_tbs * 1e12) + 3e-6
+        least += moved
+    return max(seconds, least / (target.bandwidth_tbs * 1e12)) * 1e3
