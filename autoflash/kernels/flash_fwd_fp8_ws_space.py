@@ -42,6 +42,7 @@ def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
         "q": rows * block_d(problem),
         "k": ring * block_d(problem),
         "v": ring * block_dv(problem),
+        "first": 2 * 4 * block_dv(problem),
         "out": rows * staged_columns(config, problem) * DTYPE_BYTES[problem.dtype_of_out],
         "barriers": _OTHER_SHARED,
     }
