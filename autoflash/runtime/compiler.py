@@ -90,7 +90,12 @@ def _with_layout(kind: str) -> str:
         return kind
     from triton.experimental.gluon import language as gl
 
-    element = {"fp16": gl.float16, "bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}[match[1]]
+    element = {
+        "fp16": gl.float16,
+        "bf16": gl.bfloat16,
+        "fp32": gl.float32,
+        "fp8e4nv": gl.float8e4nv,
+    }[match[1]]
     block = [int(size) for size in match[2].split(",")]
     if len(block) == 1:
         bits = element.primitive_bitwidth

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from autoflash.fp8 import E4M3_MAX, key_order
+
 # What waits longer than this for a barrier will wait for ever.
 DEADLOCK_S = 30.0
 
@@ -62,6 +64,10 @@ class Pointer:
 
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + other)
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,9 @@ class Shared:
     def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> "Shared":
         del layout
         return Shared(self.data.view(-1).view(dtype).view(*shape))
+
+    # Gluon's name for it before it had a public one.
+    _reinterpret = reinterpret
 
     def load(self, layout: Any) -> Number:
         del layout
@@ -361,7 +370,7 @@ class Machine:
             return Barriers([Barrier() for _ in range(shape[0])])
         # What lies there before must not matter.
         if dtype.is_floating_point:
-            return Shared(torch.full(tuple(shape), float("nan"), dtype=dtype))
+            return Shared(torch.full(tuple(shape), float("nan")).to(dtype))
         return Shared(torch.full(tuple(shape), 77, dtype=dtype))
 
     def atomic_add(self, pointer: Pointer, value: int) -> Number:
@@ -377,7 +386,9 @@ class Machine:
         return number(old)
 
 
-def _load(pointer: Pointer) -> Number:
+def _load(pointer: Pointer, mask: Any = True, other: Any = None) -> Number:
+    if not bool(mask):
+        return number(other)
     return number(pointer.memory[torch.as_tensor(pointer.offset).long()])
 
 
@@ -407,6 +418,11 @@ def _where(condition: Any, x: Any, y: Any) -> Number:
     return number(torch.where(torch.as_tensor(condition), x, y))
 
 
+def _max(x: torch.Tensor, axis: int) -> Number:
+    """As the hardware's: what isn't a number doesn't count."""
+    return number(torch.where(x.isnan(), -torch.inf, x) if x.is_floating_point() else x).amax(axis)
+
+
 def _pair(function: Any) -> Callable[[Any, Any], Number]:
     return lambda x, y: number(function(torch.as_tensor(x), torch.as_tensor(y)))
 
@@ -415,20 +431,29 @@ def _layout(*arguments: Any, **others: Any) -> None:
     del arguments, others
 
 
+class _SharedLayout:
+    """NVMMASharedLayout, of which only the names count."""
+
+    get_default_for = staticmethod(_layout)
+
+    def __init__(self, *arguments: Any) -> None:
+        del arguments
+
+
 def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
     """Stand-ins for the modules that an emitted file imports, by their names."""
     language = types.ModuleType("language")
-    shared_layout = types.SimpleNamespace(get_default_for=_layout)
     language.__dict__.update(
         constexpr=lambda value: value, shared_memory_descriptor=Shared, static_range=range,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
+        float8e4nv=torch.float8_e4m3fn, int16=torch.int16,
         int32=torch.int32, int64=torch.int64,
         NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
-        BlockedLayout=_layout, SwizzledSharedLayout=_layout, NVMMASharedLayout=shared_layout,
+        BlockedLayout=_layout, SwizzledSharedLayout=_layout, NVMMASharedLayout=_SharedLayout,
         program_id=lambda axis: number(machine.here.program),
         num_programs=lambda axis: number(machine.programs),
         cdiv=lambda x, y: (x + y - 1) // y,
-        minimum=_pair(torch.minimum), maximum=_pair(torch.maximum), where=_where,
+        minimum=_pair(torch.fmin), maximum=_pair(torch.fmax), where=_where,
         full=_full, zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype),
         arange=lambda start, end, layout=None: number(
             torch.arange(start, end, dtype=torch.int32)
@@ -436,7 +461,8 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         expand_dims=_expand_dims, split=_split,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=torch.exp2, log2=torch.log2,
-        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis), max=_max,
+        min=lambda x, axis: x.amin(axis),
         load=_load, store=_store, atomic_add=machine.atomic_add, atomic_xchg=machine.atomic_xchg,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
     )  # fmt: skip
@@ -454,7 +480,11 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         warpgroup_mma=machine.product, warpgroup_mma_wait=machine.product_wait,
     )  # fmt: skip
     gluon = types.ModuleType("gluon")
-    gluon.__dict__.update(jit=lambda function: function, language=language)
+    gluon.__dict__.update(
+        jit=lambda function: function,
+        constexpr_function=lambda function: function,
+        language=language,
+    )
     host = types.ModuleType("host")
     host.__dict__.update(TensorDescriptor=None)
     name = "triton.experimental.gluon"
@@ -462,6 +492,18 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         name: gluon, f"{name}.language": language, f"{name}.language.nvidia.hopper": hopper,
         f"{name}.nvidia.hopper": host,
     }  # fmt: skip
+
+
+def _to_e4m3(x: torch.Tensor) -> Number:
+    """As the conversion of the hardware: what is too large becomes the largest, NaN stays."""
+    return number(x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+
+
+def _transpose(rows: Shared, columns: Shared, keys: int, warps: int) -> None:
+    del warps
+    assert rows.shape[0] % keys == 0
+    bits = rows.data.view(torch.uint8)[key_order(rows.shape[0])]
+    columns.data.view(torch.uint8).copy_(bits.T)
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -501,6 +543,9 @@ def device_code(text: str, machine: Machine) -> dict[str, Any]:
             "pack": lambda p, dtype: p.to(dtype),
             "operand": lambda packed, dtype, layout: packed,
             "exp2": lambda x, by_fma: torch.exp2(x),
+            "pack_e4m3": lambda p: _to_e4m3(p[:, key_order(p.shape[1])]),
+            "operand_e4m3": lambda packed, layout: packed,
+            "transpose": _transpose,
         }
     )
     return names

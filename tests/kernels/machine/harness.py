@@ -9,6 +9,7 @@ from autoflash.codegen.render import render
 from autoflash.kernels.kernel import Argument, Call, Counter, Descriptor, Kernel, Pointer
 from autoflash.problem import Problem
 from autoflash.runtime.inputs import strides_of
+from autoflash.runtime.scales import scale_strides
 from autoflash.space import Config
 from autoflash.target import Target
 from tests.kernels.machine import gluon_machine
@@ -22,7 +23,12 @@ def run_function(
     """Runs the function ``name`` of the rendered file, its text changed by ``change``, on
     ``tensors``: those of the op and scratch, by the names of the declaration."""
     (function,) = (f for f in kernel.functions(problem, config) if f.name == name)
-    strides = {n: strides_of(x, False) for n, x in tensors.items() if x.dim() == 4}
+    strides: dict[str, tuple[int, ...]] = {
+        n: strides_of(x, False) for n, x in tensors.items() if x.dim() == 4
+    }
+    for n, x in tensors.items():
+        if n.endswith("_descale"):
+            strides[n] = scale_strides(x, problem.kv_heads)
     call = Call(
         problem=problem, scale=problem.head_dim**-0.5, strides=strides, given=frozenset(tensors)
     )
@@ -30,7 +36,9 @@ def run_function(
 
     def value(argument: Argument) -> object:
         if isinstance(argument, Pointer):
-            return gluon_machine.Pointer(whole(tensors[argument.tensor]))
+            # A descale that isn't given has no address.
+            memory = tensors.get(argument.tensor, torch.empty(0))
+            return gluon_machine.Pointer(whole(memory))
         if isinstance(argument, Counter):
             counters.append(torch.zeros(2, dtype=torch.int32))
             return gluon_machine.Pointer(counters[-1])
