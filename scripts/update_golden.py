@@ -190,6 +190,34 @@ FP8_CASES: Cases = (
 )
 
 
+_FP8_HOPPER_CONFIG = Config(
+    CONSUMERS=3,
+    BLOCK_N=128,
+    STAGES=3,
+    OVERLAP=False,
+    SCHEDULE="dynamic",
+    GROUP_MB=16,
+    STAGING="own",
+    PING_PONG="none",
+    LOADER_REGISTERS=24,
+    RESCALE_ABOVE=3,
+)
+
+FP8_HOPPER_CASES: Cases = (
+    (_problem(FP8, 128, 128, causal=False, scales="head", v_layout="permuted"), {}),
+    (
+        _problem(FP8, 256, 256, causal=True, scales="block"),
+        {"CONSUMERS": 2, "STAGES": 2, "OVERLAP": True, "SCHEDULE": "persistent"},
+    ),
+    (
+        _problem(
+            FP8, 64, 48, causal=True, scales="tensor", v_layout="permuted", out_dtype="float16"
+        ),
+        {"STAGING": "direct", "SCHEDULE": "grid", "GROUP_MB": 1, "PING_PONG": "done"},
+    ),
+)
+
+
 def render_all() -> dict[str, str]:
     """File name to text of every case."""
     texts: dict[str, str] = {}
@@ -197,6 +225,7 @@ def render_all() -> dict[str, str]:
         ("flash_fwd", _CONFIG, CASES),
         ("flash_fwd_ws", _HOPPER_CONFIG, HOPPER_CASES),
         ("flash_fwd_fp8", _FP8_CONFIG, FP8_CASES),
+        ("flash_fwd_fp8_ws", _FP8_HOPPER_CONFIG, FP8_HOPPER_CASES),
         ("flash_bwd", _BACKWARD_CONFIG, BACKWARD_CASES),
         ("flash_bwd_ws", _HOPPER_BACKWARD_CONFIG, HOPPER_BACKWARD_CASES),
         ("flash_bwd_split", _SPLIT_BACKWARD_CONFIG, SPLIT_BACKWARD_CASES),

@@ -1,4 +1,4 @@
-"""flash_fwd_fp8_ws: the fp8 forward kernel for Hopper (templates/flash_fwd_fp8_ws.py.jinja), in Gluon.
+"""flash_fwd_fp8_ws: the fp8 forward for Hopper, in Gluon (templates/flash_fwd_fp8_ws.py.jinja).
 
 flash_fwd_ws's structure with q, k and v in e4m3 and descales folded in. The matrix unit reads a
 transposed v with permuted keys; one that comes by rows is brought there by a function of its own,
@@ -8,18 +8,25 @@ which is tuned, timed and served with the kernel. What it can't run flash_fwd_fp
 from dataclasses import dataclass
 from typing import Any
 
+from autoflash.dtypes import FP8
 from autoflash.fp8 import padded_keys
 from autoflash.kernels import flash_fwd_fp8_ws_model as model
 from autoflash.kernels.flash_fwd_fp8_ws_space import (
     SPACE,
-    consumer_registers,
     group_heads,
     shared_parts,
     staged_columns,
     tile_count,
     why_not_served,
 )
-from autoflash.kernels.flash_fwd_ws_space import GROUP_SIZES, PERSISTENT, ROWS, block_d, block_dv
+from autoflash.kernels.flash_fwd_ws_space import (
+    GROUP_SIZES,
+    PERSISTENT,
+    ROWS,
+    block_d,
+    block_dv,
+    consumer_registers,
+)
 from autoflash.kernels.kernel import (
     LOG2_E,
     MAX_GRID,
@@ -39,8 +46,8 @@ from autoflash.kernels.kernel import (
     tensor_shape,
     why_too_long,
 )
-from autoflash.problem import FP8, Problem, next_power_of_2
-from autoflash.space import Config, Value
+from autoflash.problem import Problem, next_power_of_2
+from autoflash.space import Config
 from autoflash.target import Target
 
 _DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -54,8 +61,8 @@ _TURN_WARPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class FlashFwdFp8WsVariant(Variant):
-    """``direct``: out is written from registers; ``dynamic``: tiles come from a counter; ``turned``:
-    v comes by rows.
+    """``direct``: out is written from registers; ``dynamic``: tiles come from a counter;
+    ``turned``: v comes by rows.
 
     ``schedule`` and ``group_mb`` reach the emitted file's launch alone, not the device code.
     """

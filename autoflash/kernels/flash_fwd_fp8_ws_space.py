@@ -1,7 +1,8 @@
-"""flash_fwd_fp8_ws's search space: what may be tuned, and why a combination can't or shouldn't run."""
+"""flash_fwd_fp8_ws's search space: what may be tuned, and what can't or shouldn't run."""
 
 from collections.abc import Callable
 
+from autoflash.dtypes import DTYPE_BYTES, FP8
 from autoflash.kernels.flash_fwd_ws_space import (
     GROUP_SIZES,
     PERSISTENT,
@@ -10,7 +11,7 @@ from autoflash.kernels.flash_fwd_ws_space import (
     block_dv,
     consumer_registers,
 )
-from autoflash.problem import DTYPE_BYTES, FP8, Problem, next_power_of_2
+from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 
@@ -188,6 +189,7 @@ SPACE = SearchSpace(
             name="GROUP_MB",
             choices=GROUP_SIZES,
             doc="MiB of K and V side by side (L2)",
+            compiled=False,
         ),
         Param(
             name="STAGING",

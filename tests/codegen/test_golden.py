@@ -51,8 +51,9 @@ def test_the_golden_cases_hold_every_variant():
     both = (False, True)
     hopper = {name for name in TEXTS if name.startswith("flash_fwd_ws_")}
     backward = {name for name in TEXTS if name.startswith("flash_bwd_")}
-    fp8 = {name for name in TEXTS if name.startswith("flash_fwd_fp8_")}
-    portable = set(TEXTS) - hopper - backward - fp8
+    fp8_hopper = {name for name in TEXTS if name.startswith("flash_fwd_fp8_ws_")}
+    fp8 = {name for name in TEXTS if name.startswith("flash_fwd_fp8_")} - fp8_hopper
+    portable = set(TEXTS) - hopper - backward - fp8 - fp8_hopper
     kinds = {("_tma" in name, "_causal" in name) for name in portable}
     assert kinds == {(tma, causal) for tma in both for causal in both}
     kinds = {("_direct" in name, "_dynamic" in name) for name in hopper}
@@ -61,6 +62,9 @@ def test_the_golden_cases_hold_every_variant():
     layouts = {"rows": "d", "columns": "columns", "permuted": "permuted"}
     assert all(any(word in name for name in fp8) for word in layouts.values())
     assert {name.removeprefix("flash_fwd_fp8_")[:8] for name in fp8} >= {"fp8_fp16", "bf16_fp8"}
+    assert {"_rows" in name for name in fp8_hopper} == set(both)
+    assert {"_direct" in name for name in fp8_hopper} == set(both)
+    assert {"_dynamic" in name for name in fp8_hopper} == set(both)
     for kernel in (hopper, portable, backward):
         names = {re.sub("^flash_(fwd|bwd)(_ws|_split)?_", "", name) for name in kernel}
         assert {name[:4] for name in names} == {"fp16", "bf16"}

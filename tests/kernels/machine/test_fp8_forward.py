@@ -11,7 +11,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from autoflash.kernels import KERNELS
 from autoflash.problem import Problem
@@ -160,7 +159,8 @@ DEFECTS = {
         "        mbarrier.arrive(free.index(stage))\n    packed =", "    packed =",
     ),
     "scores are used too early": (
-        "        s = warpgroup_mma_wait(1, deps=[s])", "        s = warpgroup_mma_wait(2, deps=[s])",
+        "        s = warpgroup_mma_wait(1, deps=[s])",
+        "        s = warpgroup_mma_wait(2, deps=[s])",
     ),
     "a mask is off by one": ("gl.minimum(position + 1 + seq", "gl.minimum(position + 2 + seq"),
     "the last block of keys is left out": (
@@ -175,9 +175,10 @@ DEFECTS = {
         "hidden = blocks - gl.maximum(gl.cdiv(own_end, BLOCK_N), 1)",
         "hidden = blocks - gl.maximum(gl.cdiv(own_end, BLOCK_N) - 1, 1)",
     ),
-    "v's scale is forgotten": ("gl.where(empty, 0.0, unit / l_i)", "gl.where(empty, 0.0, 1.0 / l_i)"),
+    "v's scale is forgotten": ("(empty, 0.0, unit / l_i)", "(empty, 0.0, 1.0 / l_i)"),
     "k's scale is applied twice": (
-        "            own_scale = scale\n", "            own_scale = scale * load_scale(k_scales, k_scaled)\n",
+        "            own_scale = scale\n",
+        "            own_scale = scale * load_scale(k_scales, k_scaled)\n",
     ),
     "out's place is filled again too early": (
         "once what lay there is on its way.\n    tma.store_wait(0)\n", "\n",
