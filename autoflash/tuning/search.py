@@ -4,8 +4,12 @@ Infeasible and failed candidates are told as PRUNED, from which TPE learns; a ca
 out once. The first ones come from whoever has advice and from the written model's ranking; when
 TPE only repeats itself, the ranking goes on where it stopped. When the whole space fits the budget
 the ranking is simply walked to its end (brute force).
+
+What a GPU would wait for is compiling. Candidates whose binary is there already, since they differ
+from one that ran only in how it is launched, are handed out meanwhile: ``ask_compiled``.
 """
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Iterable, Iterator
@@ -15,8 +19,10 @@ import optuna
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config, Value
+from autoflash.store.record import TrialStatus
 from autoflash.target import Target
-from autoflash.tuning.job import Candidate
+from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.resources import Resources
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,9 @@ _FIRST_RANKED = 4
 _NEAR_TOP = 0.05
 # Proposals of TPE in a row that may be repeats or infeasible before the ranking takes over.
 _PATIENCE = 12
+
+# The name of a kernel, and what of a config its binary depends on.
+Binary = tuple[str, Config]
 
 
 def ranked(kernels: Iterable[Kernel], problem: Problem, target: Target) -> list[Candidate]:
@@ -83,6 +92,12 @@ class Search:
         self._taken: set[str] = set()
         self._open: dict[str, optuna.trial.Trial] = {}
         self._kernels = {c.kernel.name: c.kernel for c in candidates}
+        # By binary: the candidates of each, those first that rank first; the best time so far of
+        # those that ran in this study, and their resources.
+        self._sharing: dict[Binary, list[Candidate]] = {}
+        for candidate in candidates:
+            self._sharing.setdefault(_binary(candidate), []).append(candidate)
+        self._compiled: dict[Binary, tuple[float, Resources]] = {}
         self._study = _create_study(seed)
 
     def advise(self, first: Iterable[Candidate]) -> None:
@@ -112,11 +127,26 @@ class Search:
                 return candidate
         return None
 
-    def tell(self, candidate: Candidate, ms: float | None) -> None:
-        """The candidate's time in ms, or None if it failed."""
+    def ask_compiled(self) -> tuple[Candidate, Outcome] | None:
+        """The same of those whose binary has run in this study, the fastest one's first, with what
+        compiling it said; None when there is none."""
+        for binary in sorted(self._compiled, key=lambda binary: self._compiled[binary][0]):
+            for candidate in self._sharing[binary]:
+                if self._take(candidate):
+                    outcome = Outcome(status=TrialStatus.ok, resources=self._compiled[binary][1])
+                    return dataclasses.replace(candidate, came_from="compiled"), outcome
+            del self._sharing[binary], self._compiled[binary]
+        return None
+
+    def tell(self, candidate: Candidate, ms: float | None, outcome: Outcome | None = None) -> None:
+        """The candidate's time in ms, or None if it failed; ``outcome`` if it ran in this study."""
         if candidate.kernel.name not in self._kernels:
             # Replayed, of a kernel that has no feasible config now: there is nothing to learn.
             return
+        binary = _binary(candidate)
+        if ms is not None and outcome and outcome.resources and binary in self._sharing:
+            best = self._compiled.get(binary, (ms, outcome.resources))[0]
+            self._compiled[binary] = (min(ms, best), outcome.resources)
         trial = self._open.pop(_key(candidate), None)
         if trial is None:
             # Replayed; what isn't feasible now still teaches, but is no part of the space.
@@ -200,6 +230,10 @@ def _create_study(seed: int) -> optuna.Study:
             constant_liar=True,
         )
     return optuna.create_study(direction="minimize", sampler=sampler)
+
+
+def _binary(candidate: Candidate) -> Binary:
+    return candidate.kernel.name, candidate.kernel.space.compiled(candidate.config)
 
 
 def _key(candidate: Candidate) -> str:
