@@ -20,6 +20,8 @@ from autoflash.tuning.job import Candidate
 _GOOD_SHARE = 0.1
 _MOST_GOOD = 25
 _DRAWN = 24
+# The prior of good trials falls by e in so large a part of a ranking.
+_RANKED = 0.1
 # The kernel's name, among the parameters of a trial.
 KERNEL = "kernel"
 
@@ -35,12 +37,14 @@ def parameters(candidate: Candidate) -> dict[str, Value]:
 class FeasibleSampler(optuna.samplers.BaseSampler):
     """TPE (Bergstra et al., 2011) for categorical parameters, multivariate: the density of good
     trials at x is the mean over them of a product of kernels, one per parameter, and so is that of
-    the others; candidates under way count as bad (the constant liar).
+    the others; candidates under way count as bad (the constant liar). To the good ones' mean the
+    ranking adds a prior, to the others' all candidates alike.
 
     ``take`` says that a candidate was handed out, ``learn`` what became of it.
     """
 
     def __init__(self, candidates: Sequence[Candidate], seed: int) -> None:
+        """``candidates``: the most promising first."""
         self._candidates = list(candidates)
         self._lot = np.random.default_rng(seed)
         self._free = np.ones(len(self._candidates), dtype=bool)
@@ -59,6 +63,12 @@ class FeasibleSampler(optuna.samplers.BaseSampler):
             places = [i for i, c in enumerate(self._candidates) if c.kernel.name == name]
             self._places[name] = np.array(places)
             self._codes[name] = np.stack([self._code(self._candidates[i]) for i in places])
+        self._uniform = np.empty(len(self._candidates))
+        for name, own in self._places.items():
+            sizes = [len(values) for _, values in self._choices[name]]
+            self._uniform[own] = 1.0 / (len(self._places) * np.prod(sizes))
+        promise = np.exp(-np.arange(len(self._candidates)) / (_RANKED * len(self._candidates)))
+        self._promising = promise * (self._uniform.sum() / promise.sum())
         # Of each trial its kernel, in how many parameters each candidate of that differs, its time.
         self._trials: dict[Candidate, tuple[str, NDArray[np.int8], float]] = {}
 
@@ -81,7 +91,8 @@ class FeasibleSampler(optuna.samplers.BaseSampler):
         trials = sorted(self._trials.values(), key=lambda trial: trial[2])
         timed = sum(trial[2] < np.inf for trial in trials)
         good = min(int(np.ceil(_GOOD_SHARE * timed)), _MOST_GOOD)
-        density, other = self._density(trials[:good])[free], self._density(trials[good:])[free]
+        density = (self._promising + self._density(trials[:good]))[free]
+        other = (self._uniform + self._density(trials[good:]))[free]
         drawn = self._lot.choice(len(free), size=_DRAWN, p=density / density.sum())
         best = drawn[np.argmax(density[drawn] / other[drawn])]
         return int(free[best])
@@ -89,19 +100,18 @@ class FeasibleSampler(optuna.samplers.BaseSampler):
     def _density(
         self, trials: Sequence[tuple[str, NDArray[np.int8], float]]
     ) -> NDArray[np.float64]:
-        """Of each candidate the density of ``trials`` and of a uniform prior, which weighs as much
-        as one of them."""
+        """Of each candidate the sum of the trials' kernels."""
         # What a kernel gives a choice that isn't the trial's, over what it adds for that.
         rest = 1.0 / (len(trials) + 1)
-        found = np.empty(len(self._candidates))
+        found = np.zeros(len(self._candidates))
         for name, places in self._places.items():
             counts = np.array([len(values) for _, values in self._choices[name]])
             # By the number of parameters that differ.
             steps = np.arange(len(counts) + 1)
             kernel = rest**steps * (1 + rest) ** (len(counts) - steps) / np.prod(1 + counts * rest)
-            own = [kernel[differing] for of, differing, _ in trials if of == name]
-            uniform = 1.0 / (len(self._places) * np.prod(counts))
-            found[places] = uniform + (np.sum(own, axis=0) if own else 0.0)
+            for of, differing, _ in trials:
+                if of == name:
+                    found[places] += kernel[differing]
         return found
 
     def _code(self, candidate: Candidate) -> NDArray[np.int8]:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import statistics
 
 import numpy as np
 import optuna
@@ -28,12 +29,10 @@ def candidates():
     return [c for some in by_kernel.values() for c in some[::7][:60]]
 
 
-def density(candidates, trials, x):
-    """The mean over trials of products of categorical kernels, times how many there are, and a
-    uniform prior."""
+def density(trials, x):
+    """The sum over trials of products of categorical kernels."""
     rest = 1 / (len(trials) + 1)
-    kernels = {c.kernel.name for c in candidates}
-    found = math.prod(1 / len(p.choices) for p in x.kernel.space.params) / len(kernels)
+    found = 0.0
     for trial in trials:
         if trial.kernel.name == x.kernel.name:
             found += math.prod(
@@ -50,19 +49,18 @@ def test_densities_are_those_of_the_definition(candidates):
         sampler.learn(trial, 1.0 + i)
     for some in (trials, trials[:1], []):
         known = [sampler._trials[trial] for trial in some]
-        want = [density(candidates, some, x) for x in candidates]
+        want = [density(some, x) for x in candidates]
         np.testing.assert_allclose(sampler._density(known), want, rtol=1e-12)
 
 
-def test_a_kernel_is_a_density(candidates):
-    """Over all combinations of choices a trial's kernel sums to one: near it lies most."""
+def test_the_ranking_is_the_prior(candidates):
     sampler = FeasibleSampler(candidates, seed=0)
-    one = candidates[0]
-    sampler.learn(one, 1.0)
-    found = sampler._density([sampler._trials[one]])
-    prior = sampler._density([])
-    assert found[0] == max(found)
-    assert (found >= prior).all()
+    promising, uniform = sampler._promising, sampler._uniform
+    assert (np.diff(promising) < 0).all()
+    assert promising.sum() == pytest.approx(uniform.sum())
+    assert uniform.sum() <= 1
+    # Without trials most of what is drawn is near the top.
+    assert statistics.median(sampler.choose() for _ in range(50)) < len(candidates) / 5
 
 
 def test_what_is_chosen_is_free_and_repeats_with_the_seed(candidates):
