@@ -61,13 +61,15 @@ class Param:
     """A tunable name and its choices. ``doc`` says what it does to the kernel.
 
     ``before``: the choice that configs of a time before this Param stand for, so that adding one
-    leaves records in force; None for a Param that was there from the start.
+    leaves records in force; None for a Param that was there from the start. ``compiled``: whether
+    it changes the binary, or only how that is launched.
     """
 
     name: str
     choices: tuple[Value, ...]
     doc: str
     before: Value | None = None
+    compiled: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,10 @@ class SearchSpace:
     def _before(self) -> dict[str, Value]:
         """What configs from before some Params stand for, by these Params."""
         return {p.name: p.before for p in self.params if p.before is not None}
+
+    def compiled(self, config: Config) -> Config:
+        """What of ``config`` the binary depends on: configs that agree in it share one."""
+        return Config(**{p.name: config[p.name] for p in self.params if p.compiled})
 
     def why_not(
         self, config: Config, problem: Problem, target: Target, *, advice: bool = True

@@ -74,15 +74,17 @@ def study(space: Space, spaces: Sequence[Space], arguments: argparse.Namespace) 
     }
     # Nothing is random about an order.
     seeds = {name: 1 if name == "offline order" else arguments.seeds for name in ways}
+    # A tune ends with its budget; the others go on, to tell how long they would have taken.
+    ends = {name: arguments.trials if "tuner" in name else len(space.trials) for name in ways}
     courses = {
         name: [
-            best_so_far(space, *way(seed), count=len(space.trials), depth=arguments.depth)
+            best_so_far(space, *way(seed), count=ends[name], depth=arguments.depth)
             for seed in range(seeds[name])
         ]
         for name, way in ways.items()
     }
     reached = {
-        name: [trials_to_reach(shares, _GOAL) or len(shares) for shares in found]
+        name: [trials_to_reach(shares, _GOAL) or len(space.trials) for shares in found]
         for name, found in courses.items()
     }
     at_budget = {

@@ -156,7 +156,12 @@ SPACE = SearchSpace(
         Param(name="DP_EARLY", choices=(False, True), doc="its dP issued before the exponentials"),
         Param(name="DQ_BLOCK_N", choices=(32, 64, 128), doc="keys of one step of dq"),
         Param(name="DQ_SLOTS", choices=(2, 3, 4, 6), doc="blocks of k or v in its ring"),
-        Param(name="GROUP_MB", choices=GROUP_SIZES, doc="MiB side by side (L2)"),
+        Param(
+            name="GROUP_MB",
+            choices=GROUP_SIZES,
+            doc="MiB side by side (L2)",
+            compiled=False,
+        ),
     ),
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),

@@ -184,7 +184,12 @@ SPACE = SearchSpace(
             before=False,
         ),
         Param(name="SCHEDULE", choices=("grid", "dynamic"), doc="how programs come by tiles"),
-        Param(name="GROUP_MB", choices=GROUP_SIZES, doc="MiB of q, dout, dq side by side (L2)"),
+        Param(
+            name="GROUP_MB",
+            choices=GROUP_SIZES,
+            doc="MiB of q, dout, dq side by side (L2)",
+            compiled=False,
+        ),
     ),
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),

@@ -307,7 +307,12 @@ SPACE = SearchSpace(
         Param(name="OVERLAP", choices=(False, True), doc="next scores issued before this P v"),
         Param(name="Q_IN_REGISTERS", choices=(False, True), doc="queries read from registers"),
         Param(name="SCHEDULE", choices=("grid", *PERSISTENT), doc="how programs come by tiles"),
-        Param(name="GROUP_MB", choices=GROUP_SIZES, doc="MiB of K and V side by side (L2)"),
+        Param(
+            name="GROUP_MB",
+            choices=GROUP_SIZES,
+            doc="MiB of K and V side by side (L2)",
+            compiled=False,
+        ),
         Param(
             name="STAGING",
             choices=("own", "half", "query", "direct"),

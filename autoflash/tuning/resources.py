@@ -67,39 +67,6 @@ class Resources:
         return max(1, min(by_registers, by_shared, target.threads_per_sm // threads))
 
 
-# ptxas's names for "wgmma.mma_async instructions are serialized", each with its own cause.
-_SERIALIZED = re.compile(r"\((C75(?:1[02-5]|18))\)[^\n]*")
-_ASSEMBLE_LIMIT_S = 20.0
-
-
-def why_serialized(compiled: Any) -> str | None:
-    """What ptxas has against running sm_90's matrix instructions asynchronously, or None.
-
-    Such a binary is right, but waits for each product. Only ptxas's log tells, and Triton drops it:
-    the PTX is assembled once more. Raises CompileError if that fails.
-    """
-    tool = _ptxas()
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=_ASSEMBLE_LIMIT_S
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise CompileError(f"ptxas could not assemble once more: {error}") from error
-    found = _SERIALIZED.search(result.stderr + result.stdout)
-    return None if found is None else f"ptxas serializes the products: {found[0]}"[:300]
-
-
-def _ptxas() -> str:
-    """The path of the assembler that Triton uses for sm_90: it may ship several."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return str(get_ptxas(90).path)
-
-
 def resources_of(compiled: Any) -> Resources:
     """The Resources of a triton CompiledKernel. Raises CompileError if its tools can't say."""
     shared = int(compiled.metadata.shared)

@@ -1,13 +1,14 @@
-"""What to try next: Optuna's TPE over the search space, without repeats.
+"""What to try next: Optuna over the search space, without repeats.
 
-Infeasible and failed candidates are told as PRUNED, from which TPE learns; a candidate is handed
-out once. The first ones come from whoever has advice and from the written model's ranking; when
-TPE only repeats itself, the ranking goes on where it stopped. When the whole space fits the budget
-the ranking is simply walked to its end (brute force).
+Failed candidates are told as PRUNED, from which the sampler learns; a candidate is handed out once.
+The first ones come from whoever has advice and from the written model's ranking. When the whole
+space fits the budget the ranking is simply walked to its end (brute force).
+
+What a GPU would wait for is compiling. Candidates whose binary is there already, since they differ
+from one that ran only in how it is launched, are handed out meanwhile: ``ask_compiled``.
 """
 
-import logging
-import warnings
+import dataclasses
 from collections.abc import Iterable, Iterator
 
 import optuna
@@ -15,18 +16,20 @@ import optuna
 from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.space import Config, Value
+from autoflash.store.record import TrialStatus
 from autoflash.target import Target
-from autoflash.tuning.job import Candidate
-
-logger = logging.getLogger(__name__)
+from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.resources import Resources
+from autoflash.tuning.sampler import KERNEL, FeasibleSampler, parameters
 
 # Of the ranking, tried before TPE has a say: its first ones, then others near the top that differ.
 _FROM_RANKING = 16
 _FIRST_RANKED = 4
 # The share of a ranking that counts as near its top.
 _NEAR_TOP = 0.05
-# Proposals of TPE in a row that may be repeats or infeasible before the ranking takes over.
-_PATIENCE = 12
+
+# The name of a kernel, and what of a config its binary depends on.
+Binary = tuple[str, Config]
 
 
 def ranked(kernels: Iterable[Kernel], problem: Problem, target: Target) -> list[Candidate]:
@@ -75,92 +78,116 @@ class Search:
         first: Iterable[Candidate] = (),
         seed: int = 0,
     ) -> None:
-        self._feasible = {_key(c): c for c in candidates}
+        self._places = {_key(c): place for place, c in enumerate(candidates)}
         self._ranking: Iterator[Candidate] = iter(candidates)
-        self._brute_force = brute_force
         self._first = spread(candidates, _FROM_RANKING)
         self.advise(first)
         self._taken: set[str] = set()
-        self._open: dict[str, optuna.trial.Trial] = {}
         self._kernels = {c.kernel.name: c.kernel for c in candidates}
-        self._study = _create_study(seed)
+        walked = brute_force or not candidates
+        self._sampler = None if walked else FeasibleSampler(candidates, seed)
+        self._study = None if self._sampler is None else _create_study(self._sampler)
+        self._open: dict[str, optuna.trial.Trial] = {}
+        # By binary: the candidates of each, those first that rank first; the best time so far of
+        # those that ran in this study, and their resources.
+        self._sharing: dict[Binary, list[Candidate]] = {}
+        for candidate in candidates:
+            self._sharing.setdefault(_binary(candidate), []).append(candidate)
+        self._compiled: dict[Binary, tuple[float, Resources]] = {}
 
     def advise(self, first: Iterable[Candidate]) -> None:
         """Try these before anything else, those that are feasible."""
-        self._first = [c for c in first if _key(c) in self._feasible] + self._first
+        self._first = [c for c in first if _key(c) in self._places] + self._first
 
     @property
     def size(self) -> int:
         """Feasible candidates in all."""
-        return len(self._feasible)
+        return len(self._places)
 
     def ask(self) -> Candidate | None:
         """A candidate that was never handed out or replayed; None when all were."""
-        if len(self._taken) >= len(self._feasible):
+        if len(self._taken) >= len(self._places):
             return None
         while self._first:
             candidate = self._first.pop(0)
             if self._take(candidate):
                 return candidate
-        if not self._brute_force:
-            for _ in range(_PATIENCE):
-                proposal = self._propose()
-                if proposal is not None:
-                    return proposal
+        if self._study is not None:
+            return self._propose(self._study)
         for candidate in self._ranking:
             if self._take(candidate):
                 return candidate
         return None
 
-    def tell(self, candidate: Candidate, ms: float | None) -> None:
-        """The candidate's time in ms, or None if it failed."""
+    def ask_compiled(self) -> tuple[Candidate, Outcome] | None:
+        """The same of those whose binary has run in this study, the fastest one's first, with what
+        compiling it said; None when there is none."""
+        for binary in sorted(self._compiled, key=lambda binary: self._compiled[binary][0]):
+            for candidate in self._sharing[binary]:
+                if self._take(candidate):
+                    outcome = Outcome(status=TrialStatus.ok, resources=self._compiled[binary][1])
+                    return dataclasses.replace(candidate, came_from="compiled"), outcome
+            del self._sharing[binary], self._compiled[binary]
+        return None
+
+    def tell(self, candidate: Candidate, ms: float | None, outcome: Outcome | None = None) -> None:
+        """The candidate's time in ms, or None if it failed; ``outcome`` if it ran in this study."""
         if candidate.kernel.name not in self._kernels:
             # Replayed, of a kernel that has no feasible config now: there is nothing to learn.
             return
-        trial = self._open.pop(_key(candidate), None)
+        binary = _binary(candidate)
+        if ms is not None and outcome and outcome.resources and binary in self._sharing:
+            best = self._compiled.get(binary, (ms, outcome.resources))[0]
+            self._compiled[binary] = (min(ms, best), outcome.resources)
+        key = _key(candidate)
+        if key in self._places:
+            self._taken.add(key)
+        if self._study is None or self._sampler is None:
+            return
+        if key in self._places:
+            self._sampler.take(self._places[key])
+        # What isn't feasible now still teaches, but is no part of the space.
+        self._sampler.learn(candidate, ms)
+        trial = self._open.pop(key, None)
+        state = optuna.trial.TrialState.PRUNED if ms is None else optuna.trial.TrialState.COMPLETE
         if trial is None:
-            # Replayed; what isn't feasible now still teaches, but is no part of the space.
-            if _key(candidate) in self._feasible:
-                self._taken.add(_key(candidate))
-            state = optuna.trial.TrialState.COMPLETE if ms else optuna.trial.TrialState.PRUNED
-            self._study.add_trial(
-                optuna.trial.create_trial(
-                    state=state,
-                    value=ms,
-                    params=self._params(candidate),
-                    distributions=self._distributions(candidate),
-                )
+            of_kernel = (KERNEL, f"{candidate.kernel.name}.")
+            distributions = {
+                name: distribution
+                for name, distribution in self._sampler.distributions.items()
+                if name.startswith(of_kernel)
+            }
+            replayed = optuna.trial.create_trial(
+                state=state, value=ms, params=parameters(candidate), distributions=distributions
             )
-        elif ms is None:
-            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            self._study.add_trial(replayed)
         else:
-            self._study.tell(trial, ms)
+            self._study.tell(trial, ms, state=state)
 
     def _take(self, candidate: Candidate) -> bool:
-        if _key(candidate) in self._taken:
+        key = _key(candidate)
+        if key in self._taken:
             return False
-        self._taken.add(_key(candidate))
-        if not self._brute_force:
-            self._study.enqueue_trial(self._params(candidate))
-            trial = self._study.ask()
-            self._suggest(trial)
-            self._open[_key(candidate)] = trial
+        if self._study is None:
+            self._taken.add(key)
+        else:
+            self._study.enqueue_trial(parameters(candidate))
+            self._propose(self._study)
         return True
 
-    def _propose(self) -> Candidate | None:
-        trial = self._study.ask()
+    def _propose(self, study: optuna.Study) -> Candidate:
+        """What the study asks for next: what was enqueued, or the sampler's choice."""
+        trial = study.ask()
         candidate = self._suggest(trial)
         key = _key(candidate)
-        if key not in self._feasible or key in self._taken:
-            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            return None
+        assert self._sampler is not None
+        self._sampler.take(self._places[key])
         self._taken.add(key)
         self._open[key] = trial
         return candidate
 
     def _suggest(self, trial: optuna.trial.Trial) -> Candidate:
-        names = sorted(self._kernels)
-        name = trial.suggest_categorical("kernel", names)
+        name = trial.suggest_categorical(KERNEL, sorted(self._kernels))
         kernel = self._kernels[name]
         values: dict[str, Value] = {}
         for param in kernel.space.params:
@@ -170,36 +197,14 @@ class Search:
             values[param.name] = chosen
         return Candidate(kernel=kernel, config=Config(**values), came_from="tpe")
 
-    def _params(self, candidate: Candidate) -> dict[str, bool | int | str]:
-        name = candidate.kernel.name
-        values = {f"{name}.{param}": value for param, value in candidate.config.items()}
-        return {"kernel": name, **values}
 
-    def _distributions(
-        self, candidate: Candidate
-    ) -> dict[str, optuna.distributions.BaseDistribution]:
-        name = candidate.kernel.name
-        categorical = optuna.distributions.CategoricalDistribution
-        found: dict[str, optuna.distributions.BaseDistribution] = {
-            f"{name}.{param.name}": categorical(list(param.choices))
-            for param in candidate.kernel.space.params
-        }
-        return {"kernel": categorical(sorted(self._kernels)), **found}
-
-
-def _create_study(seed: int) -> optuna.Study:
+def _create_study(sampler: FeasibleSampler) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        # Optuna calls joint sampling and the constant liar experimental.
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=_FROM_RANKING,
-            multivariate=True,
-            group=True,
-            constant_liar=True,
-        )
     return optuna.create_study(direction="minimize", sampler=sampler)
+
+
+def _binary(candidate: Candidate) -> Binary:
+    return candidate.kernel.name, candidate.kernel.space.compiled(candidate.config)
 
 
 def _key(candidate: Candidate) -> str:

@@ -1,12 +1,20 @@
-"""One study: ask, compile ahead, check, time, tell, store; then finalists in turns, the record."""
+"""One study: ask, compile ahead, check, time, tell, store; then finalists in turns, the record.
+
+The GPU is kept busy: while one candidate is measured by a thread of its own, the one before is told
+and stored and the next ones are asked for; where none has been compiled, one whose binary is there
+already takes its turn.
+"""
 
 import dataclasses
 import functools
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
@@ -16,6 +24,7 @@ from autoflash.store.record import Trial, TrialStatus, TuningRecord, time_stamp
 from autoflash.tuning import known
 from autoflash.tuning.finals import Finals, finalists, winners
 from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.measuring import Measuring
 from autoflash.tuning.progress import (
     Budget,
     Listener,
@@ -106,6 +115,7 @@ class Study:
         self._search: Search | None = None
         self._asked = 0
         self._waiting: dict[Future[Outcome], Candidate] = {}
+        self._ready: deque[tuple[Candidate, Outcome]] = deque()
         self._noisy = Retries(hopeless=_GIVE_UP)
         self._gpu_seconds = 0.0
 
@@ -149,6 +159,7 @@ class Study:
         for future in self._waiting:
             future.cancel()
         self._waiting.clear()
+        self._ready.clear()
 
     def run(self, deadline: float) -> None:
         """Try candidates until the budget or the space ends."""
@@ -167,20 +178,77 @@ class Study:
         self.listener.started(self.problem, self.runner.target, plan)
         # However short the budget: the defaults are among these.
         self._fill(search)
-        while (left := self._seconds_left(deadline, self._waiting.values())) > 0:
-            if time.monotonic() < deadline:
-                self._fill(search)
-            again = self._noisy.due(self._best_ms(), nothing_else=not self._waiting)
-            if again is not None:
-                self._try(*again)
-            elif not self._waiting:
-                break
-            for future in wait(self._waiting, left, FIRST_COMPLETED).done:
-                left = self._seconds_left(deadline, [self._waiting[future]])
-                candidate = self._waiting.pop(future)
-                if left > 0:
-                    self._finish(candidate, future.result())
+        with Measuring(self.runner, self.problem) as gpu:
+            while True:
+                measured = gpu.take()
+                self._start_next(gpu, search, deadline, measured and measured[1])
+                if measured is not None:
+                    self._measured(gpu, *measured)
+                left = self._seconds_left(deadline, self._under_way(gpu))
+                if left <= 0:
+                    break
+                # One at a time, for asking takes a while, in which the GPU may come to its end.
+                more = self._in_time(deadline) and self._fill(search, most=1)
+                self._start_next(gpu, search, deadline)
+                if gpu.idle and not self._waiting:
+                    break
+                futures: list[Future[Any]] = [*self._waiting, *gpu.futures]
+                done = wait(futures, 0.0 if more else left, FIRST_COMPLETED).done
+                self._take_compiled(done)
+            measured = gpu.take(waiting=True)
+            if measured is not None:
+                self._measured(gpu, *measured)
         self.abandon()
+
+    def _under_way(self, gpu: Measuring) -> list[Candidate]:
+        return [
+            *self._waiting.values(),
+            *(candidate for candidate, _ in self._ready),
+            *gpu.candidates,
+        ]
+
+    def _start_next(
+        self, gpu: Measuring, search: Search, deadline: float, last: Outcome | None = None
+    ) -> None:
+        """Give the GPU something to do, if it has nothing and something can be done. ``last`` is
+        what it has measured and nobody was told of yet."""
+        if not gpu.idle:
+            return
+        best = self._best_ms()
+        if last is not None and last.status is TrialStatus.ok and last.measurement is not None:
+            best = min(best or math.inf, last.measurement.median_ms)
+        job = None
+        if self._in_time(deadline):
+            nothing_else = not self._waiting and not self._ready
+            job = self._noisy.due(best, nothing_else=nothing_else)
+        while job is None and self._ready:
+            job = self._ready.popleft()
+            if self._seconds_left(deadline, [job[0]]) <= 0:
+                job = None
+        # A limit on trials says that each is worth having: those aren't chosen.
+        if job is None and self.budget.trials is None and self._in_time(deadline):
+            job = search.ask_compiled()
+        if job is not None:
+            give_up = best * _GIVE_UP if best is not None else None
+            gpu.start(*job, give_up)
+
+    def _take_compiled(self, done: Iterable[Future[Any]]) -> None:
+        for future in done:
+            candidate = self._waiting.pop(future, None)
+            if candidate is None:
+                continue  # what the GPU has measured
+            compiled = future.result()
+            if compiled.status is TrialStatus.ok:
+                self._ready.append((candidate, compiled))
+            else:
+                self._keep(candidate, compiled)
+
+    def _measured(self, gpu: Measuring, candidate: Candidate, outcome: Outcome) -> None:
+        """Learn of it; one that was timed on a busy GPU has its turn again later."""
+        self._gpu_seconds += gpu.seconds
+        gpu.seconds = 0.0
+        self._noisy.note(candidate, outcome)
+        self._keep(candidate, outcome)
 
     def _open_search(self) -> Search:
         """The search, told of what an earlier run has tried."""
@@ -202,15 +270,22 @@ class Study:
         target, kernels = self.runner.target, self.kernels
         return known.advice(self.store, self.problem, target, kernels, self.candidates)
 
-    def _fill(self, search: Search) -> None:
-        """Keep every compiler busy."""
+    def _fill(self, search: Search, most: int | None = None) -> bool:
+        """Keep every compiler busy, with ``most`` candidates more; whether there may be others."""
         limit = self.budget.trials
-        while len(self._waiting) < 2 * self.runner.workers:
+        while len(self._waiting) + len(self._ready) < 2 * self.runner.workers:
+            if most == 0:
+                return True
             candidate = None if limit is not None and self._asked >= limit else search.ask()
             if candidate is None:
                 break
             self._asked += 1
+            most = None if most is None else most - 1
             self._waiting[self.runner.compile(self.problem, candidate)] = candidate
+        return False
+
+    def _in_time(self, deadline: float) -> bool:
+        return not self.stop.is_set() and time.monotonic() < deadline
 
     def _seconds_left(self, deadline: float, waiting: Iterable[Candidate]) -> float:
         """Until the end, with ``waiting`` under way."""
@@ -261,31 +336,14 @@ class Study:
         self.store.add_trial(fallen)
         self.trials[:] = [fallen if one is trial else one for one in self.trials]
 
-    def _finish(self, candidate: Candidate, compiled: Outcome) -> None:
-        if compiled.status is TrialStatus.ok:
-            self._try(candidate, compiled)
-        else:
-            self._keep(candidate, compiled)
-
-    def _try(self, candidate: Candidate, compiled: Outcome) -> None:
-        """Check and time a candidate; one that was timed on a busy GPU has its turn again later."""
-        best = self._best_ms()
-        give_up = best * _GIVE_UP if best is not None else None
-        begin = time.monotonic()
-        measured = self.runner.measure(self.problem, candidate, give_up)
-        self._gpu_seconds += time.monotonic() - begin
-        outcome = dataclasses.replace(measured, resources=compiled.resources)
-        self._noisy.note(candidate, outcome)
-        self._keep(candidate, outcome)
-
     def _keep(self, candidate: Candidate, outcome: Outcome) -> None:
         trial = make_trial(self.problem, self.runner, candidate, outcome)
         self.store.add_trial(trial)
-        self._learn(candidate, trial)
+        self._learn(candidate, trial, outcome)
         self.listener.tried(trial, self._best_ms())
 
-    def _learn(self, candidate: Candidate, trial: Trial) -> None:
-        self._open_search().tell(candidate, trial.timed_ms)
+    def _learn(self, candidate: Candidate, trial: Trial, outcome: Outcome | None = None) -> None:
+        self._open_search().tell(candidate, trial.timed_ms, outcome)
         self.trials.append(trial)
 
     def _best_ms(self) -> float | None:

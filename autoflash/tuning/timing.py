@@ -4,8 +4,10 @@ Runs in a worker, and in the scripts that compare implementations.
 """
 
 import logging
+import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,6 +23,10 @@ _FLUSH_BYTES = 256 << 20
 # After a pause, or a launch that drew less, clocks are high until the power cap bites: what counts
 # comes after launches that don't.
 _SETTLE_MS = 20.0
+# After a longer rest than this it takes as long as that was, and this long at most: on an H200 the
+# first 1.5 s of a kernel that draws much ran at clocks that were 10 % higher than what came then.
+_REST_S = 0.5
+_WARM_S = 1.5
 _TURN_MS = 30.0
 # Launches in one graph, at least: a replay costs the host some 10 us.
 _PER_REPLAY = 3
@@ -38,6 +44,9 @@ class Timed(Protocol):
 
 class Timer:
     """Makes Timed, and takes their samples."""
+
+    # When the GPU last ended samples.
+    _busy_until = -math.inf
 
     def __init__(self) -> None:
         self._flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
@@ -66,12 +75,14 @@ class Timer:
         Stops at 5 when their median is already above ``give_up_ms``.
         """
         first = timed.samples(2)[-1]
+        self._warm_up(timed, first)
         timed.samples(_count(_SETTLE_MS, first, least=1))
         times = timed.samples(5)
-        if give_up_ms is not None and statistics.median(times) > give_up_ms:
-            return times
-        more = int(min(100, max(5, budget_ms / max(first, 0.05))))
-        return times + timed.samples(more)
+        if give_up_ms is None or statistics.median(times) <= give_up_ms:
+            more = int(min(100, max(5, budget_ms / max(first, 0.05))))
+            times += timed.samples(more)
+        self._busy_until = time.monotonic()
+        return times
 
     def interleave(self, several: Sequence[Timed], rounds: int) -> list[list[float]]:
         """Samples of each, taken in ``rounds`` turns so that drift hits all alike.
@@ -82,11 +93,22 @@ class Timer:
         times: list[list[float]] = [[] for _ in several]
         first = [timed.samples(2)[-1] for timed in several]
         lot = random.Random(0)
+        self._warm_up(several[0], first[0])
         for _ in range(rounds):
             for index in lot.sample(range(len(several)), len(several)):
                 several[index].samples(_count(_SETTLE_MS, first[index], least=1))
                 times[index] += several[index].samples(_count(_TURN_MS, first[index], least=3))
+        self._busy_until = time.monotonic()
         return times
+
+    def _warm_up(self, timed: Timed, ms: float) -> None:
+        """Launch ``timed``, which takes ``ms``, until a rest of the GPU is made up for."""
+        now = time.monotonic()
+        rest = now - self._busy_until
+        if rest > _REST_S:
+            until = now + min(rest, _WARM_S)
+            while time.monotonic() < until:
+                timed.samples(_count(_SETTLE_MS, ms, least=1))
 
 
 def _count(budget_ms: float, ms: float, *, least: int) -> int:

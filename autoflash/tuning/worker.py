@@ -21,7 +21,8 @@ from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.store.record import TrialStatus
 from autoflash.tuning.job import Candidate, Message, Outcome, study_from_message
-from autoflash.tuning.resources import Resources, resources_of, why_serialized
+from autoflash.tuning.ptxas import log_of_compiling, why_serialized
+from autoflash.tuning.resources import Resources, resources_of
 
 if TYPE_CHECKING:
     from autoflash.runtime.launcher import Launcher
@@ -74,14 +75,16 @@ def compile_candidate(message: Message) -> Message:
     candidate = Candidate.from_message(message)
     kernel, config = candidate.kernel, candidate.config
     try:
-        compiled = compile_config(kernel, problem, config, ALIGNED, target)
+        with log_of_compiling() as log:
+            compiled = compile_config(kernel, problem, config, ALIGNED, target)
         resources = Resources.most(map(resources_of, compiled))
         reason = resources.why_not(target)
         if reason is None and kernel.language == "gluon":
             # Its registers are dealt out by hand: more than a few spills, or products that wait
             # for each other, are a mistake and not worth the GPU's time.
             reason = resources.why_spilled(kernel.tolerable_spills)
-            reason = reason or next(filter(None, map(why_serialized, compiled)), None)
+            serialized = (why_serialized(binary, log.getvalue()) for binary in compiled)
+            reason = reason or next(filter(None, serialized), None)
     except CompileError as error:
         return Outcome(status=TrialStatus.compile_error, reason=str(error)).to_message()
     status = TrialStatus.ok if reason is None else TrialStatus.out_of_resources

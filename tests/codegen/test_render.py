@@ -227,3 +227,24 @@ def test_each_config_has_a_name_and_a_footer_of_its_own(load):
 def test_sizes_that_are_arguments_do_not_change_the_text():
     other = dataclasses.replace(PROBLEM, batch=7, heads=9, kv_heads=3, seqlen_q=31, seqlen_k=77)
     assert render(KERNEL, other, DEFAULT) == render(KERNEL, PROBLEM, DEFAULT)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_params_that_are_not_compiled_leave_the_binary_as_it_is(kernel):
+    target = NAMED_TARGETS["h200"]
+    problem = Problem.parse(
+        {"op": kernel.op, "batch": 4, "heads": 32, "seqlen": 8192, "head_dim": 64, "causal": True}
+    )
+    by_binary = {}
+    for config in random.Random(0).sample(kernel.space.configs(problem, target), 200):
+        by_binary.setdefault(kernel.space.compiled(config), []).append(config)
+
+    def binary(config):
+        functions = kernel.functions(problem, config)
+        code = render(kernel, problem, config).kernel_hash
+        return [code] + [[f.name, f.signature, f.constexprs, f.options] for f in functions]
+
+    shared = [configs for configs in by_binary.values() if len(configs) > 1]
+    assert bool(shared) == any(not param.compiled for param in kernel.space.params)
+    for first, *others in shared:
+        assert all(binary(other) == binary(first) for other in others)

@@ -4,18 +4,20 @@ import math
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 import autoflash
+from autoflash.errors import OutOfResourcesError
 from autoflash.kernels import KERNELS
-from autoflash.kernels.kernel import Access
+from autoflash.kernels.kernel import ALIGNED, Access, Kernel
 from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
 from autoflash.runtime.choose import Choice, choose
+from autoflash.runtime.launcher import Launcher
 from autoflash.space import Config
 from autoflash.target import Target, current_target
 
@@ -49,6 +51,18 @@ def any_config_of(name: str) -> Callable[[Problem, Target, Access], Choice]:
         return choose(problem, target, access)
 
     return draw
+
+
+def loaded(
+    kernel: Kernel, problem: Problem, configs: Iterable[Config]
+) -> Iterator[tuple[Config, Launcher]]:
+    """Those of ``configs`` that the tuner may pick: a space holds what takes more shared memory
+    than it can know before compiling, and the tuner drops these once they are compiled."""
+    for config in configs:
+        try:
+            yield config, Launcher(kernel, problem, config, ALIGNED, current_target())
+        except OutOfResourcesError as error:
+            print(f"left out: {error}")
 
 
 def hopper_config(problem: Problem, **changes: bool | int | str) -> Config:

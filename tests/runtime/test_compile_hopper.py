@@ -26,7 +26,8 @@ from autoflash.runtime import compiler
 from autoflash.runtime.compiler import compile_function, gpu_target
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
-from autoflash.tuning.resources import resources_of, why_serialized
+from autoflash.tuning.ptxas import why_serialized
+from autoflash.tuning.resources import resources_of
 
 SEED = int(os.environ.get("AUTOFLASH_TEST_SEED", "0"))
 SAMPLE = 10

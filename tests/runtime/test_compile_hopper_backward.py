@@ -18,7 +18,8 @@ from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_config
 from autoflash.space import Config
 from autoflash.target import NAMED_TARGETS
-from autoflash.tuning.resources import Resources, resources_of, why_serialized
+from autoflash.tuning.ptxas import why_serialized
+from autoflash.tuning.resources import Resources, resources_of
 
 SEED = int(os.environ.get("AUTOFLASH_TEST_SEED", "0"))
 SAMPLE, PER_PROBLEM = 8, 8

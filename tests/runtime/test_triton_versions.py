@@ -31,7 +31,8 @@ from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_config
 from autoflash.target import named_target
-from autoflash.tuning.resources import Resources, resources_of, why_serialized
+from autoflash.tuning.ptxas import why_serialized
+from autoflash.tuning.resources import Resources, resources_of
 
 h100 = named_target("h100")
 fields = {"batch": 4, "heads": 16, "seqlen": 4096}

@@ -29,8 +29,8 @@ SEED: int | None = None
 BUDGETS = (Budget(seconds=600, trials=None), Budget(seconds=80, trials=None))
 # Where the moments lie, in turns: all but the trials are short, and none should be missed.
 PHASES = ("creating", "trials", "finals", "starting", "trials", "after", "trials")
-# Two are compiled ahead by the one worker of a RecordedRunner.
-IN_FLIGHT = 2
+# Two are compiled ahead by the one worker of a RecordedRunner while a third is measured.
+IN_FLIGHT = 3
 PATIENCE_S = 120
 
 

@@ -976,7 +976,9 @@ def test_wrong_results_alone_give_no_record(lab, store):
 def test_wrong_results_are_told_as_failures(lab, store, monkeypatch):
     told = []
     tell = Search.tell
-    monkeypatch.setattr(Search, "tell", lambda self, c, ms: (told.append(ms), tell(self, c, ms))[1])
+    monkeypatch.setattr(
+        Search, "tell", lambda self, c, ms, o: (told.append(ms), tell(self, c, ms))[1]
+    )
     recorded = lab.trials(dict.fromkeys(range(24), TrialStatus.wrong_result))
     tune_one(lab.problem, lab.runner(recorded), store, AMPLE, Listener())
     assert told == [None] * 24

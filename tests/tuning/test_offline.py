@@ -135,7 +135,7 @@ def test_a_hopper_binary_whose_products_wait_for_each_other_is_refused(monkeypat
     problem, candidate = hopper(64)
     assert compiled(problem, candidate).status is TrialStatus.ok
     code = "ptxas serializes the products: (C7512) so"
-    monkeypatch.setattr("autoflash.tuning.worker.why_serialized", lambda compiled: code)
+    monkeypatch.setattr("autoflash.tuning.worker.why_serialized", lambda *_: code)
     outcome = compiled(problem, candidate)
     assert (outcome.status, outcome.reason) == (TrialStatus.out_of_resources, code)
 

@@ -8,7 +8,8 @@ import pytest
 
 from autoflash.errors import CompileError
 from autoflash.target import named_target
-from autoflash.tuning.resources import Resources, resources_of, why_serialized
+from autoflash.tuning.ptxas import why_serialized
+from autoflash.tuning.resources import Resources, resources_of
 
 A100, H100, MI300X = map(named_target, ("a100", "h100", "mi300x"))
 
@@ -128,7 +129,7 @@ def test_what_cuobjdump_says(monkeypatch, stdout, expected):
         seen.append((command, options["timeout"]))
         return SimpleNamespace(stdout=stdout)
 
-    monkeypatch.setattr("autoflash.tuning.resources.subprocess.run", run)
+    monkeypatch.setattr("autoflash.tuning.ptxas.subprocess.run", run)
     compiled = SimpleNamespace(metadata=SimpleNamespace(shared=5), asm={"cubin": b"x"})
     assert resources_of(compiled) == expected
     ((command, limit),) = seen
@@ -139,7 +140,7 @@ def test_what_cuobjdump_says(monkeypatch, stdout, expected):
 
 def test_cuobjdump_that_says_nothing(monkeypatch):
     monkeypatch.setattr(
-        "autoflash.tuning.resources.subprocess.run", lambda *a, **k: SimpleNamespace(stdout="?")
+        "autoflash.tuning.ptxas.subprocess.run", lambda *a, **k: SimpleNamespace(stdout="?")
     )
     compiled = SimpleNamespace(metadata=SimpleNamespace(shared=5), asm={"cubin": b"x"})
     with pytest.raises(CompileError, match=r"^cuobjdump said nothing of registers: \?$"):
@@ -150,7 +151,7 @@ def test_cuobjdump_that_is_missing(monkeypatch):
     def run(*args, **options):
         raise FileNotFoundError("cuobjdump")
 
-    monkeypatch.setattr("autoflash.tuning.resources.subprocess.run", run)
+    monkeypatch.setattr("autoflash.tuning.ptxas.subprocess.run", run)
     compiled = SimpleNamespace(metadata=SimpleNamespace(shared=5), asm={"cubin": b"x"})
     with pytest.raises(CompileError, match=r"^cuobjdump could not read the binary: cuobjdump$"):
         resources_of(compiled)
@@ -164,10 +165,13 @@ def test_resources_are_frozen():
 # --- what ptxas has against asynchronous products
 
 
+PTXAS = SimpleNamespace(path="bin/ptxas", version="13.0")
+
+
 @pytest.fixture
 def ptxas(monkeypatch):
     """Finding it starts it, which these tests do in its place."""
-    monkeypatch.setattr("autoflash.tuning.resources._ptxas", lambda: "bin/ptxas")
+    monkeypatch.setattr("autoflash.tuning.ptxas._ptxas", lambda: PTXAS)
 
 
 def assembled(monkeypatch, log, seen=None):
@@ -177,8 +181,12 @@ def assembled(monkeypatch, log, seen=None):
                 seen.append((command, options["timeout"], file.read()))
         return SimpleNamespace(stdout="", stderr=log)
 
-    monkeypatch.setattr("autoflash.tuning.resources.subprocess.run", run)
-    return why_serialized(SimpleNamespace(asm={"ptx": ".version 8.7"}))
+    monkeypatch.setattr("autoflash.tuning.ptxas.subprocess.run", run)
+    return why_serialized(binary(f".version 8.7 {log}"))
+
+
+def binary(ptx, name="f"):
+    return SimpleNamespace(asm={"ptx": ptx}, metadata=SimpleNamespace(name=name))
 
 
 WGMMA = "wgmma.mma_async instructions are serialized due to"
@@ -200,7 +208,7 @@ def test_serialized_products_are_named(monkeypatch, code):
     assert command[0] == "bin/ptxas"
     assert "--gpu-name=sm_90a" in command
     assert limit <= 30
-    assert text == ".version 8.7"
+    assert text == f".version 8.7 {log}"
 
 
 @pytest.mark.parametrize(
@@ -209,6 +217,38 @@ def test_serialized_products_are_named(monkeypatch, code):
 @pytest.mark.usefixtures("ptxas")
 def test_products_that_are_not_serialized(monkeypatch, log):
     assert assembled(monkeypatch, log) is None
+
+
+COMPILING = "ptxas info    : Compiling entry function 'f' for 'sm_90a'\n"
+LOSS = "ptxas info    : (C7510) Potential Performance Loss: {} in function '{}'\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "serialized"),
+    [(COMPILING, False), (LOSS.format(WGMMA, "f") + COMPILING, True),
+     (LOSS.format(WGMMA, "g") + COMPILING + COMPILING.replace("'f'", "'g'"), False)],
+)  # fmt: skip
+@pytest.mark.usefixtures("ptxas")
+def test_the_log_of_compiling_is_believed_and_kept(monkeypatch, log, serialized):
+    def run(*args, **options):
+        raise AssertionError("assembled once more")
+
+    monkeypatch.setattr("autoflash.tuning.ptxas.subprocess.run", run)
+    reason = why_serialized(binary(log), log)
+    assert (reason is not None) == serialized
+    assert not serialized or "(C7510)" in reason
+    # Another process finds the binary in Triton's cache, and has no log.
+    assert why_serialized(binary(log)) == reason
+
+
+@pytest.mark.usefixtures("ptxas")
+def test_a_log_of_others_says_nothing(monkeypatch):
+    seen = []
+    log = LOSS.format(WGMMA, "g") + COMPILING.replace("'f'", "'g'")
+    assert assembled(monkeypatch, "of others", seen) is None
+    assert len(seen) == 1
+    assert why_serialized(binary("not seen yet"), log) is None
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(
@@ -222,9 +262,9 @@ def test_a_ptxas_that_fails_is_a_compile_error(monkeypatch, error):
     def run(*args, **options):
         raise error
 
-    monkeypatch.setattr("autoflash.tuning.resources.subprocess.run", run)
+    monkeypatch.setattr("autoflash.tuning.ptxas.subprocess.run", run)
     with pytest.raises(CompileError, match=r"^ptxas could not assemble once more: "):
-        why_serialized(SimpleNamespace(asm={"ptx": ""}))
+        why_serialized(binary(repr(error)))
 
 
 def test_spills_up_to_what_is_tolerable():

@@ -1,6 +1,7 @@
 """Search: every feasible candidate once, the advised ones first, and learning on the way."""
 
 import collections
+import copy
 import dataclasses
 import random
 
@@ -9,8 +10,10 @@ import pytest
 from autoflash.kernels import kernels_for
 from autoflash.problem import Problem
 from autoflash.space import Config
+from autoflash.store.record import TrialStatus
 from autoflash.target import named_target
-from autoflash.tuning.job import Candidate
+from autoflash.tuning.job import Candidate, Outcome
+from autoflash.tuning.resources import Resources
 from autoflash.tuning.search import Search, ranked, spread
 
 H100 = named_target("h100")
@@ -226,3 +229,60 @@ def test_replayed_infeasible_ones_do_not_count(lab):
         asked.append(c)
         search.tell(c, 1.0)
     assert len(asked) == 24
+
+
+# --- those whose binary is there already
+
+
+def launches(lab):
+    """Candidates that share binaries: num_stages stands for what changes no code."""
+    params = [
+        dataclasses.replace(p, compiled=p.name != "num_stages") for p in lab.kernel.space.params
+    ]
+    space = dataclasses.replace(lab.kernel.space, params=tuple(params))
+    kernel = copy.copy(lab.kernel)
+    kernel.space = space
+    return [dataclasses.replace(c, kernel=kernel) for c in lab.candidates()]
+
+
+def ran(registers=100):
+    resources = Resources(shared_bytes=1000, registers=registers, spills=0)
+    return Outcome(status=TrialStatus.ok, resources=resources)
+
+
+def binary(candidate):
+    return {k: v for k, v in candidate.config.items() if k != "num_stages"}
+
+
+@pytest.mark.parametrize("brute_force", [False, True])
+def test_what_shares_a_binary_with_the_fastest_comes_first(lab, brute_force):
+    candidates = launches(lab)
+    search = Search(candidates, brute_force=brute_force)
+    assert search.ask_compiled() is None
+    groups = collections.Counter(str(binary(c)) for c in candidates)
+    assert max(groups.values()) > 1
+    slow, fast = [search.ask(), search.ask()]
+    while binary(slow) == binary(fast):
+        fast = search.ask()
+    search.tell(slow, 2.0, ran(90))
+    search.tell(fast, 1.0, ran(80))
+    found = []
+    while (handed := search.ask_compiled()) is not None:
+        candidate, compiled = handed
+        assert candidate.came_from == "compiled"
+        found.append((binary(candidate) == binary(fast), compiled.resources.registers))
+        assert binary(candidate) in (binary(slow), binary(fast))
+        search.tell(candidate, 3.0, compiled)
+    wanted = groups[str(binary(fast))] - 1
+    assert found[:wanted] == [(True, 80)] * wanted
+    assert found[wanted:] == [(False, 90)] * (groups[str(binary(slow))] - 1)
+    # None comes a second time.
+    assert len({label(c) for c in drain(search)} | {label(slow), label(fast)}) + len(found) >= 24
+
+
+def test_what_failed_or_was_replayed_has_no_binary(lab):
+    candidates = launches(lab)
+    search = Search(candidates)
+    search.tell(search.ask(), None, ran())
+    search.tell(search.ask(), 1.0)
+    assert search.ask_compiled() is None

@@ -1,6 +1,7 @@
 """How samples are taken in turns, and what becomes of a GPU with too little memory; the timing
 itself needs a GPU."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from autoflash.runtime import counters
 from autoflash.store.record import TrialStatus
-from autoflash.tuning import worker
+from autoflash.tuning import timing, worker
 from autoflash.tuning.check import FullProblem
 from autoflash.tuning.check_bwd import FullGradients
 from autoflash.tuning.job import Outcome
@@ -31,7 +32,9 @@ class Fixed:
 
 @pytest.fixture
 def timer():
-    return Timer.__new__(Timer)  # a flush buffer would need a GPU
+    timer = Timer.__new__(Timer)  # a flush buffer would need a GPU
+    timer._busy_until = math.inf  # not cold
+    return timer
 
 
 def test_a_time_is_warmed_up_and_fills_its_budget(timer):
@@ -41,6 +44,30 @@ def test_a_time_is_warmed_up_and_fills_its_budget(timer):
     assert log == [(2.0, 2), (2.0, 10), (2.0, 5), (2.0, 30)]
     assert len(timer.time(Fixed(0.001, []), budget_ms=60.0)) == 105
     assert len(timer.time(Fixed(100.0, []), budget_ms=60.0)) == 10
+
+
+@pytest.mark.parametrize(("rest", "warm"), [(math.inf, 1.5), (0.9, 0.9), (0.4, 0.0)])
+def test_a_rest_of_the_gpu_is_made_up_for(timer, monkeypatch, rest, warm):
+    now = [1000.0]
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
+
+    class Clocked(Fixed):
+        def samples(self, count):
+            now[0] += count * self.ms * 1e-3
+            return super().samples(count)
+
+    timer._busy_until = 1000.0 - rest
+    log = []
+    timer.time(Clocked(2.0, log), budget_ms=60.0)
+    first, *settling, five, thirty = log
+    assert (first, five, thirty) == ((2.0, 2), (2.0, 5), (2.0, 30))
+    assert set(settling) == {(2.0, 10)}
+    # Two samples belong to the rest, and the last of the settling is there without one.
+    assert len(settling) == pytest.approx(warm / 0.020 + 1, abs=1)
+    assert timer._busy_until == now[0]
+    log.clear()
+    timer.time(Clocked(2.0, log), budget_ms=60.0)
+    assert log == [(2.0, 2), (2.0, 10), (2.0, 5), (2.0, 30)]
 
 
 def test_a_slow_one_is_given_up_early(timer):
