@@ -1,6 +1,6 @@
 """AutoFlash and its peers, interleaved in one process: a table, and JSON under benchmarks/.
 
-usage: bench_attention.py [--op fwd] [--dtypes bfloat16] [--head-dims 64,128,256]
+usage: bench_attention.py [--op fwd|bwd|fp8] [--dtypes bfloat16] [--head-dims 64,128,256]
                           [--seqlens 1k,4k,16k] [--peers autoflash,flex,sdpa_fa2,sdpa_cudnn,fa3]
                           [--rounds 9] [--out FILE]
 
@@ -9,7 +9,8 @@ then grouped heads (32 query, 8 key/value) of ragged lengths. Every implementati
 timed in turns (L2 flushed before each launch, medians), so that clocks and heat hit all alike.
 The matmul row is torch's rate for 8192^3, the ceiling. The host rows of the forward time one
 small call from Python, GPU idle. A backward is torch.autograd.grad from a forward that has run
-before; AutoFlash's deterministic one is a column of its own.
+before; AutoFlash's deterministic one is a column of its own. fp8 is a forward with a scale per
+tensor, v once permuted and once by rows.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autoflash
+from autoflash.dtypes import FP8
 from autoflash.problem import Problem, parse_length
 from autoflash.target import current_target, gpu_is_present
 from autoflash.tuning.bench import PEERS, bench_problem
@@ -39,6 +41,7 @@ TOKENS = 16384
 HIDDEN = 2048
 _HOST_CALLS = 2000
 _HOST_ROUNDS = 7
+_FP8 = {"dtype": FP8, "scales": "tensor"}
 
 
 def main() -> None:
@@ -58,8 +61,9 @@ def main() -> None:
     if op == "fwd":
         # The second is large enough for a persistent kernel, small enough to leave the GPU idle.
         rows += [host_row(1, 2, 64, 64), host_row(4, 16, 512, 128)]
-    for dtype in arguments.dtypes.split(","):
-        rows.append(matmul_row(dtype))
+    dtypes = [FP8] if op == "fp8" else arguments.dtypes.split(",")
+    for dtype in dtypes:
+        rows.append(matmul_row("bfloat16" if op == "fp8" else dtype))
         head_dims = list(map(int, arguments.head_dims.split(",")))
         for problem in problems(op, dtype, head_dims, arguments.seqlens.split(",")):
             rows.append(bench_row(problem, peers, arguments.rounds))
@@ -74,6 +78,11 @@ def main() -> None:
 def problems(op: str, dtype: str, head_dims: list[int], seqlens: list[str]) -> list[Problem]:
     """What is timed: the papers' shapes, then ragged grouped heads."""
     found = []
+    if op == "fp8":
+        given = [Problem(**{**p.as_dict(), **_FP8, "v_layout": layout})
+                 for p in problems("fwd", "bfloat16", head_dims, seqlens)
+                 for layout in ("permuted", "rows")]  # fmt: skip
+        return [p for p in given if p.group == 1]
     for head_dim in head_dims:
         for causal in (False, True):
             for length in seqlens:
@@ -197,8 +206,12 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> Table:
         if row["kv_heads"] != row["heads"]:
             heads += f"/{row['kv_heads']}"
         best = vs_best(row)
+        kind = row["dtype"]
+        if kind == FP8:
+            # Rows leave out what is the default.
+            kind = f"fp8, v {row.get('v_layout', 'rows')}"
         found.add_row(
-            row["dtype"], str(row["head_dim"]), heads, "yes" if row["causal"] else "no",
+            kind, str(row["head_dim"]), heads, "yes" if row["causal"] else "no",
             str(row["seqlen_q"]), *(f"{rates[p]:.0f}" if p in rates else "-" for p in peers),
             f"{best:.3f}" if best else "-",
         )  # fmt: skip

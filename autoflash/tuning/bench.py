@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoflash.api import attention
+from autoflash.dtypes import FP8
 from autoflash.errors import UnsupportedError
 from autoflash.fp8 import dequantize, values_by_row
 from autoflash.problem import Problem
@@ -25,8 +26,16 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 PEERS = {
     "fwd": ("autoflash", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3"),
     "bwd": ("autoflash", "autoflash_deterministic", "sdpa_fa2", "sdpa_cudnn", "flex"),
-    # All but the first on 16 bits.
-    "fp8": ("autoflash", "autoflash_16_bits", "sdpa_fa2", "sdpa_cudnn", "flex", "fa3"),
+    # All but the first two on 16 bits.
+    "fp8": (
+        "autoflash",
+        "fa3_fp8",
+        "autoflash_16_bits",
+        "sdpa_fa2",
+        "sdpa_cudnn",
+        "flex",
+        "fa3",
+    ),
 }
 _DEFAULT = {
     "fwd": ("autoflash", "sdpa_fa2", "sdpa_cudnn"),
@@ -94,6 +103,8 @@ def implementation(
         raise ValueError(f"unknown implementation {name!r} of {problem.op}: known are {known}")
     if name == "fa3":
         return _fa3(problem, q, k, v)
+    if name == "fa3_fp8":
+        return _fa3_fp8(problem, given)
     if name == "autoflash" and given is not None:
         return _fp8(problem, given)
     attend = _attend(name, problem)
@@ -156,11 +167,25 @@ def _flex(problem: Problem) -> Attend:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=problem.group > 1)
 
 
-def _fa3(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+def _fa3_fp8(problem: Problem, given: Operands | None) -> Launch:
+    """FlashAttention-3's own fp8: v by rows, a descale for each batch and key/value head."""
+    assert given is not None
+    if problem.dtype != FP8 or problem.scales == "block":
+        raise ValueError("FlashAttention-3 takes q, k and v in fp8, with scales per tensor or head")
+    v = values_by_row(given.v, given.v_layout, problem.seqlen_k)
+    heads = (problem.batch, problem.kv_heads)
+    descales = {
+        name: None if x is None else x.expand(heads).contiguous()
+        for name, x in given.descales.items()
+    }
+    return _fa3(problem, given.q, given.k, v, **descales)
+
+
+def _fa3(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **descales: Tensor | None) -> Launch:
     import fa3_fwd_interface  # type: ignore[import-not-found]
 
     qt, kt, vt = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     scale = problem.head_dim**-0.5
     return lambda: fa3_fwd_interface._flash_attn_forward(
-        qt, kt, vt, causal=problem.causal, softmax_scale=scale
+        qt, kt, vt, causal=problem.causal, softmax_scale=scale, **descales
     )
