@@ -7,8 +7,9 @@ log-sum-exp of each row, where q, k and v stand for numbers times their descales
 One warp loads: queries once per tile, then keys and values through a ring of STAGES buffers (TMA,
 mbarriers). CONSUMERS warpgroups compute 64 query rows each, from the last keys to the first. The matrix
 unit reads v transposed, its keys in the order in which a thread holds probabilities.
-P is at most 2^8 when it is rounded to e4m3, whose smallest number is 2^-9. Each descale is applied once, and to no element: those of q and k in the softmax scale, that of v in
-out or, if it is another for each block of keys, when the accumulator is rescaled.
+P is at most 2^8 when it is rounded to e4m3, whose smallest number is 2^-9. Each descale is applied once,
+and to no element: those of q and k in the softmax scale, that of v in out or, if it is another for each
+block of keys, when the accumulator is rescaled.
 """
 
 import torch

@@ -146,6 +146,15 @@ CONFIG = Config(
     CONSUMERS=3, BLOCK_N=128, STAGES=2, OVERLAP=True, SCHEDULE="dynamic", GROUP_MB=1,
     STAGING="own", PING_PONG="done", LOADER_REGISTERS=24, RESCALE_ABOVE=3,
 )  # fmt: skip
+# The last tile has rows of the first consumer alone; of the last key's NaN the second one clears.
+SHORT = dataclasses.replace(PROBLEM, seqlen_q=252, seqlen_k=372)
+CLEARING = """\
+    for i in range(c, PARTS, CONSUMERS):
+        some = some | clear_nan(parts.index(i), first_s.index(tile % 2 * PARTS + i), start, fresh)
+    put_wide(found_s.index(at * 4 + c), some)
+    mbarrier.arrive(cleaned.index(at))
+    mbarrier.wait(cleaned.index(at), (turn // 2) & 1)
+"""
 DEFECTS = {
     "keys are not waited for": ("    mbarrier.wait(k_full.index(stage), phase)\n", ""),
     "values are not waited for": (
@@ -188,7 +197,7 @@ DEFECTS = {
         "    phase = (block // STAGES) & 1\n", "    phase = ((block + 1) // STAGES) & 1\n",
     ),
     "nobody waits for values to be cleared": (
-        "    mbarrier.wait(cleaned.index(at), (turn // 2) & 1)\n", "",
+        CLEARING, "    __import__('time').sleep(0.02 * c)\n" + CLEARING.rpartition("    mb")[0],
     ),
     "keys are permuted once too often": (
         "key = start + word // 4 * 16 + word % 4 * 2", "key = start + word * 4",
@@ -198,7 +207,7 @@ DEFECTS = {
 
 def test_the_kernel_without_a_defect_is_right() -> None:
     for data in ("normal", "not finite"):
-        assert [why_wrong(PROBLEM, CONFIG, data, seed) for seed in range(3)] == [None] * 3
+        assert [why_wrong(SHORT, CONFIG, data, seed) for seed in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
@@ -215,7 +224,7 @@ def test_the_machine_notices(defect: str) -> None:
             # One program has all tiles, and uses each buffer again.
             one = dataclasses.replace(TARGET, sm_count=1)
             options = {"change": change, "target": one, "patience_s": 1.0}
-            return why_wrong(PROBLEM, CONFIG, data, seed, **options) is not None
+            return why_wrong(SHORT, CONFIG, data, seed, **options) is not None
         except (AssertionError, RuntimeError):
             return True
 
