@@ -200,7 +200,7 @@ _FP8_HOPPER_CONFIG = Config(
     STAGING="own",
     PING_PONG="none",
     LOADER_REGISTERS=24,
-    RESCALE_ABOVE=3,
+    LATE_RESCALE=True,
 )
 
 FP8_HOPPER_CASES: Cases = (

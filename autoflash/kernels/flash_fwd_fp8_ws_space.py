@@ -15,8 +15,9 @@ from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 
-# Registers that addresses, row statistics, scales and loop state take beside what is counted.
-_OTHER_REGISTERS = 24
+# Registers that addresses, row statistics, scales and loop state take beside what is counted; with
+# less some variants spill in the main loop, and one was serialized.
+_OTHER_REGISTERS = 32
 # Barriers, the mail, alignment.
 _OTHER_SHARED = 1024
 
@@ -202,7 +203,11 @@ SPACE = SearchSpace(
             doc="a consumer's products wait for another's scores",
         ),
         Param(name="LOADER_REGISTERS", choices=(24, 40), doc="the rest is the consumers'"),
-        Param(name="RESCALE_ABOVE", choices=(0, 3), doc="rescale when the maximum grew by more"),
+        Param(
+            name="LATE_RESCALE",
+            choices=(False, True),
+            doc="rescale only when the maximum grew by more than 2^0.75",
+        ),
     ),
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),

@@ -8,9 +8,9 @@ One warp loads: queries once per tile, then keys and values through a ring of ST
 mbarriers). CONSUMERS warpgroups compute 64 query rows each, from the last keys to the first. The matrix
 unit reads v transposed, its keys in the order in which a thread holds probabilities.
 The first function brings v there.
-P is at most 2^8 when it is rounded to e4m3, whose smallest number is 2^-9. Each descale is applied once,
-and to no element: those of q and k in the softmax scale, that of v in out or, if it is another for each
-block of keys, when the accumulator is rescaled.
+P is at most 2^8, or 2^8.75 with LATE_RESCALE, when it is rounded to e4m3, whose smallest number is 2^-9.
+Each descale is applied once, and to no element: those of q and k in the softmax scale, that of v in out
+or, if it is another for each block of keys, when the accumulator is rescaled.
 """
 
 import torch
@@ -765,21 +765,21 @@ def load(
 
 @gluon.jit
 def weights(
-    s, m_i, scale_log2, limit, start, MASKED: gl.constexpr, RESCALE_ABOVE: gl.constexpr
+    s, m_i, scale_log2, limit, start, MASKED: gl.constexpr, LATE_RESCALE: gl.constexpr
 ):
     # Online softmax in base 2 (FlashAttention, algorithm 1): m_i is the maximum of scale_log2 * s
-    # that p is relative to. Returns p times 2^8 at most, m_i and the factor for what came before.
+    # that p is relative to. Returns p times 2^8, m_i and the factor for what came before.
     if MASKED:
         s = mask_scores(s, limit, start)
     m_new = gl.maximum(m_i, row_max(s) * scale_log2)
-    if RESCALE_ABOVE > 0:
-        # FlashAttention-4: a maximum that is a little old does no harm.
-        m_new = gl.where(m_new > m_i + RESCALE_ABOVE, m_new, m_i)
+    if LATE_RESCALE:
+        # As in FlashAttention-4, but no later than e4m3 allows: p stays below 2^8.75, and it ends at 448.
+        m_new = gl.where(m_new > m_i + 0.75, m_new, m_i)
     m_use = m_new
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
         m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use - (8 - RESCALE_ABOVE), 1))
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use - 8.0, 1))
     return p, m_new, gl.exp2(m_i - m_use)
 
 
@@ -801,7 +801,7 @@ def step(
     scale_log2, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
     c: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
     OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    RESCALE_ABOVE: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    LATE_RESCALE: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):
     # Scores, softmax and P v of `block`; with OVERLAP P v of the block before, at the time of the
     # softmax. acc is in units of v's descale `unit`. MASKED: rows don't see all keys of the block, nor of
@@ -843,7 +843,7 @@ def step(
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
     if not OVERLAP:
         mbarrier.arrive(free.index(stage))
-    p, m_i, alpha = weights(s, m_i, scale, limit, start, MASKED, RESCALE_ABOVE)
+    p, m_i, alpha = weights(s, m_i, scale, limit, start, MASKED, LATE_RESCALE)
     PART_ROWS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, PART_ROWS), 1) + partial_sums(p)
     if BLOCK_SCALES:
@@ -855,7 +855,7 @@ def step(
         acc, _p = warpgroup_mma_wait(0, deps=[acc, packed])
         mbarrier.arrive(free.index(stage))
     packed = pack_e4m3(p)
-    if RESCALE_ABOVE > 0 and not BLOCK_SCALES:
+    if LATE_RESCALE and not BLOCK_SCALES:
         acc = rescale(acc, alpha)
     else:
         acc = acc * alpha
@@ -879,7 +879,7 @@ def consume(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    RESCALE_ABOVE: gl.constexpr,
+    LATE_RESCALE: gl.constexpr,
 ):
     # The part of consumer c: 64 rows of each tile.
     MOST_HIDDEN: gl.constexpr = (CONSUMERS - 1 - c) * 64
@@ -954,7 +954,7 @@ def consume(
         s = warpgroup_mma_wait(0, deps=[scores(q, matrix(k_s.index(stage)), zero)])
         mbarrier.arrive(free.index(stage))
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-        p, m_i, alpha = weights(s, m_i, own_scale, limit, start, True, RESCALE_ABOVE)
+        p, m_i, alpha = weights(s, m_i, own_scale, limit, start, True, LATE_RESCALE)
         l_i = partial_sums(p)
         packed = pack_e4m3(p)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
@@ -981,7 +981,7 @@ def consume(
                 q, acc, packed, m_i, l_i, unit, zero, limit, (blocks - 1 - i) * BLOCK_N, i == fresh,
                 block, turns, steps, some, clears, k_s, v_s, k_full, v_full, free, first_s, tiles, found_s, cleaned,
                 scale, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
-                c, CONSUMERS, STAGES, True, OVERLAP, PING_PONG, BLOCK_SCALES, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
+                c, CONSUMERS, STAGES, True, OVERLAP, PING_PONG, BLOCK_SCALES, LATE_RESCALE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
             steps += 1
@@ -990,7 +990,7 @@ def consume(
                 q, acc, packed, m_i, l_i, unit, zero, limit, (blocks - 1 - i) * BLOCK_N, False,
                 block, turns, steps, some, clears, k_s, v_s, k_full, v_full, free, first_s, tiles, found_s, cleaned,
                 scale, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
-                c, CONSUMERS, STAGES, False, OVERLAP, PING_PONG, BLOCK_SCALES, RESCALE_ABOVE, O_LAYOUT, P_LAYOUT,
+                c, CONSUMERS, STAGES, False, OVERLAP, PING_PONG, BLOCK_SCALES, LATE_RESCALE, O_LAYOUT, P_LAYOUT,
             )
             block += 1
             steps += 1
@@ -1010,7 +1010,7 @@ def consume(
         l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
         empty = l_i == 0.0
         inverse = gl.where(empty, 0.0, unit / l_i)
-        lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i) - (8 - RESCALE_ABOVE)) * LN_2)
+        lse = gl.where(empty, float("-inf"), (m_i + gl.log2(l_i) - 8.0) * LN_2)
         position = own_row + gl.arange(0, 64, S_ROWS)
         lse_head = (batch * heads + head).to(gl.int64)
         # Without write_lse the pointer may be null.
@@ -1041,7 +1041,7 @@ def consume_0(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    RESCALE_ABOVE: gl.constexpr,
+    LATE_RESCALE: gl.constexpr,
 ):
     consume(
         0, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1050,7 +1050,7 @@ def consume_0(
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
     )
 
 
@@ -1064,7 +1064,7 @@ def consume_1(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    RESCALE_ABOVE: gl.constexpr,
+    LATE_RESCALE: gl.constexpr,
 ):
     consume(
         1, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1073,7 +1073,7 @@ def consume_1(
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
     )
 
 
@@ -1087,7 +1087,7 @@ def consume_2(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    RESCALE_ABOVE: gl.constexpr,
+    LATE_RESCALE: gl.constexpr,
 ):
     consume(
         2, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1096,7 +1096,7 @@ def consume_2(
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
     )
 
 
@@ -1109,7 +1109,7 @@ def flash_fwd_fp8_ws(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
     OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    RESCALE_ABOVE: gl.constexpr,
+    LATE_RESCALE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q [batch, heads, seqlen_q, head_dim], k [batch, heads // group, seqlen_k, head_dim],
@@ -1148,7 +1148,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1157,7 +1157,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
@@ -1174,7 +1174,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1183,7 +1183,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
             )),
             (consume_2, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1192,7 +1192,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, RESCALE_ABOVE,
+                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
@@ -1213,7 +1213,7 @@ CONSTEXPRS = {'CONSUMERS': 2,
  'PING_PONG': 'none',
  'STAGING': 'own',
  'BLOCK_SCALES': True,
- 'RESCALE_ABOVE': 3,
+ 'LATE_RESCALE': True,
  'CONSUMER_REGISTERS': 240,
  'LOADER_REGISTERS': 24}
 OPTIONS = {'num_warps': 4}

@@ -34,7 +34,7 @@ PROBLEM = Problem(
 ROWS = dataclasses.replace(PROBLEM, v_layout="rows", out_dtype="float16")
 CONFIG = Config(
     CONSUMERS=3, BLOCK_N=128, STAGES=3, OVERLAP=False, SCHEDULE="dynamic", GROUP_MB=8,
-    STAGING="own", PING_PONG="none", LOADER_REGISTERS=24, RESCALE_ABOVE=0,
+    STAGING="own", PING_PONG="none", LOADER_REGISTERS=24, LATE_RESCALE=False,
 )  # fmt: skip
 VARIANTS = list(
     itertools.product((PROBLEM, ROWS), ("own", "direct"), ("grid", "persistent", "dynamic"))
@@ -244,7 +244,7 @@ def test_the_space_holds_what_was_fastest_on_an_h200():
         return SPACE.why_not(config, problem, H200)
 
     for head_dim in (64, 128, 256):
-        assert best(head_dim, RESCALE_ABOVE=3) is None
+        assert best(head_dim, LATE_RESCALE=True) is None
     assert best(128, STAGES=4, PING_PONG="done") is None
 
 

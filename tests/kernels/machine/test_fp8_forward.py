@@ -144,7 +144,7 @@ def test_nan_values_reach_just_the_rows_that_see_them(
 
 CONFIG = Config(
     CONSUMERS=3, BLOCK_N=128, STAGES=2, OVERLAP=True, SCHEDULE="dynamic", GROUP_MB=1,
-    STAGING="own", PING_PONG="done", LOADER_REGISTERS=24, RESCALE_ABOVE=3,
+    STAGING="own", PING_PONG="done", LOADER_REGISTERS=24, LATE_RESCALE=True,
 )  # fmt: skip
 # The last tile has rows of the first consumer alone; of the last key's NaN the second one clears.
 SHORT = dataclasses.replace(PROBLEM, seqlen_q=252, seqlen_k=372)
