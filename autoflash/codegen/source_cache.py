@@ -76,16 +76,21 @@ def _write(folder: Path, source: Source) -> Path:
             return path
     except (FileNotFoundError, UnicodeDecodeError):
         pass
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{source.name}.", suffix=".tmp")
+    write_whole(path, source.text)
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, and its folder, so that nobody ever reads a part of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(source.text)
+            file.write(text)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return path
 
 
 _private: list[Path] = []

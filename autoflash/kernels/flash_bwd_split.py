@@ -29,7 +29,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     lead_rows,
     padded_rows,
 )
-from autoflash.kernels.flash_fwd_ws_space import block_d
+from autoflash.kernels.hopper_tiles import block_d
 from autoflash.kernels.kernel import (
     LOG2_E,
     MAX_GRID,

@@ -6,7 +6,7 @@ timings on an H200 (bf16, head dims 64, 128 and 256; 5 % off in the mean, and it
 """
 
 from autoflash.kernels.flash_bwd_split_space import ROWS, group_heads, keys_owned, paired
-from autoflash.kernels.flash_fwd_ws_space import block_d
+from autoflash.kernels.hopper_tiles import block_d
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target

@@ -6,7 +6,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     GROUP_SIZES,
     padded_rows,
 )
-from autoflash.kernels.flash_fwd_ws_space import block_d
+from autoflash.kernels.hopper_tiles import block_d
 from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target

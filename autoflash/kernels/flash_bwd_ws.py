@@ -27,7 +27,7 @@ from autoflash.kernels.flash_bwd_ws_space import (
     why_not_served,
     why_not_spread,
 )
-from autoflash.kernels.flash_fwd_ws_space import block_d
+from autoflash.kernels.hopper_tiles import block_d
 from autoflash.kernels.kernel import (
     LOG2_E,
     MAX_GRID,

@@ -7,7 +7,7 @@ run side by side. Fitted to 170 timings on an H200 (bf16, head dims 64 and 128;
 """
 
 from autoflash.kernels.flash_bwd_ws_space import KEYS, group_heads, tile_count
-from autoflash.kernels.flash_fwd_ws_space import block_d
+from autoflash.kernels.hopper_tiles import block_d
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from autoflash.dtypes import DTYPE_BYTES
-from autoflash.kernels.flash_fwd_ws_space import block_d
+from autoflash.kernels.hopper_tiles import block_d
 from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace, Value
 from autoflash.target import Target

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoflash.dtypes import FP8
+from autoflash.kernels import descales
 from autoflash.kernels import flash_fwd_fp8_model as model
 from autoflash.kernels.flash_fwd import launch_options, row_blocks, why_too_many
 from autoflash.kernels.flash_fwd_fp8_space import (
@@ -33,8 +34,6 @@ from autoflash.kernels.kernel import (
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Value
 from autoflash.target import Target
-
-_DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +93,14 @@ class FlashFwdFp8(OneFunction):
         fp8 = "u8" if config["FNUZ"] else TRITON_DTYPES[FP8]
         kinds = {t: fp8 if x == FP8 else TRITON_DTYPES[x] for t, x in dtypes.items()}
         inputs = {f"{t}_ptr": f"*{kind}" for t, kind in kinds.items()}
-        inputs |= {f"{t}_scale_ptr": "*fp32" for t in "qkv"}
-        strides = ["qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", *_SCALE_STRIDES]
+        inputs |= dict.fromkeys(descales.POINTERS, "*fp32")
+        strides = [f"stride_{t}" for t in _STRIDES]
         outputs = {"out_ptr": f"*{TRITON_DTYPES[problem.dtype_of_out]}", "lse_ptr": "*fp32"}
         sizes = {"scale_log2": "fp32", "heads": "i32", "group": "i32", "batch_heads": "i32"}
-        flags = ("q_scaled", "k_scaled", "v_scaled", "write_lse")
+        flags = (*descales.SCALED, "write_lse")
         return {
             **inputs,
-            **{f"stride_{axis}": "i64" for axis in strides},
+            **dict.fromkeys((*strides, *descales.STRIDES), "i64"),
             **outputs,
             **{f"stride_o{axis}": "i64" for axis in "bhm"},
             **sizes,
@@ -110,24 +109,20 @@ class FlashFwdFp8(OneFunction):
 
     def divisible(self, problem: Problem, config: Config) -> dict[str, int]:
         del config
-        # Descales are given as they are; 16 bytes are 16 elements of fp8.
-        nothing = [f"{t}_scale_ptr" for t in "qkv"] + [f"stride_{axis}" for axis in _SCALE_STRIDES]
-        fp8 = ["kb", "kh", "kn", "vb", "vh", "vn"]
-        fp8 += ["qb", "qh", "qm"] if problem.dtype == FP8 else []
-        return dict.fromkeys(nothing, 1) | {f"stride_{axis}": 16 for axis in fp8}
+        # 16 bytes are 16 elements of fp8.
+        fp8 = _STRIDES if problem.dtype == FP8 else _STRIDES[3:]
+        return descales.DIVISIBLE | {f"stride_{axis}": 16 for axis in fp8}
 
     def bind(self, call: Call, config: Config) -> list[Argument]:
         del config
         problem, strides = call.problem, call.strides
-        q, k, v = (strides.get(name, (0, 0, 0, 0)) for name in _DESCALES)
-        arguments: list[Argument] = [Pointer(tensor=t) for t in ("q", "k", "v", *_DESCALES)]
-        arguments += [*strides["q"], *strides["k"], *strides["v"], *q]
-        # There is no group in the heads of k and v.
-        arguments += [k[0], k[1], k[3], v[0], v[1], v[3]]
+        arguments: list[Argument] = [Pointer(tensor=t) for t in "qkv"]
+        arguments += descales.pointers()
+        arguments += [*strides["q"], *strides["k"], *strides["v"], *descales.strides(call)]
         arguments += [Pointer(tensor="out"), Pointer(tensor="lse"), *strides["out"]]
         arguments += [call.scale * LOG2_E, problem.heads, problem.group]
         arguments += [problem.batch * problem.heads, problem.seqlen_q, problem.seqlen_k]
-        return [*arguments, *(int(name in call.given) for name in (*_DESCALES, "lse"))]
+        return [*arguments, *descales.scaled(call), int("lse" in call.given)]
 
     def grid(self, problem: Problem, config: Config, target: Target) -> int:
         del target
@@ -183,8 +178,8 @@ class FlashFwdFp8(OneFunction):
         return model.estimate_ms(problem, config, target, blocks_per_sm)
 
 
-# The strides of the descales, as the kernel names them.
-_SCALE_STRIDES = ("qsb", "qsh", "qsg", "qsm", "ksb", "ksh", "ksn", "vsb", "vsh", "vsn")
+# The strides of q, k and v, as the kernel names them.
+_STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn")
 # What defaults() lowers, in this order.
 _DEFAULT_STEPS: tuple[dict[str, int], ...] = (
     {},

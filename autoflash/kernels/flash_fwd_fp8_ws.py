@@ -10,22 +10,23 @@ from typing import Any
 
 from autoflash.dtypes import FP8
 from autoflash.fp8 import padded_keys
+from autoflash.kernels import descales
 from autoflash.kernels import flash_fwd_fp8_ws_model as model
 from autoflash.kernels.flash_fwd_fp8_ws_space import (
     SPACE,
-    group_heads,
     shared_parts,
-    staged_columns,
-    tile_count,
     why_not_served,
 )
-from autoflash.kernels.flash_fwd_ws_space import (
+from autoflash.kernels.hopper_tiles import (
     GROUP_SIZES,
     PERSISTENT,
     ROWS,
     block_d,
     block_dv,
     consumer_registers,
+    group_heads,
+    staged_columns,
+    tile_count,
 )
 from autoflash.kernels.kernel import (
     LOG2_E,
@@ -50,7 +51,6 @@ from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config
 from autoflash.target import Target
 
-_DESCALES = ("q_descale", "k_descale", "v_descale")
 # A tile's number plus that of programs is a 32-bit number.
 _MAX_TILES = 2**30
 _TURNED = "vt"
@@ -70,7 +70,6 @@ class FlashFwdFp8WsVariant(Variant):
     direct: bool
     dynamic: bool
     turned: bool
-    blocks: bool
     schedule: str
     group_mb: int
 
@@ -85,7 +84,7 @@ class FlashFwdFp8WsVariant(Variant):
 
     def slug(self, problem: Problem) -> str:
         parts = slug_parts(problem)
-        parts += ["blocks"] if self.blocks else []
+        parts += ["blocks"] if problem.scales == "block" else []
         parts += ["rows"] if self.turned else []
         parts += ["direct"] if self.direct else []
         return "_".join([*parts, self.schedule])
@@ -118,7 +117,6 @@ class FlashFwdFp8Ws(Kernel):
             direct=config["STAGING"] == "direct",
             dynamic=config["SCHEDULE"] == "dynamic",
             turned=problem.v_layout == "rows",
-            blocks=problem.scales == "block",
             schedule=str(config["SCHEDULE"]),
             group_mb=config.integer("GROUP_MB"),
         )
@@ -156,8 +154,7 @@ class FlashFwdFp8Ws(Kernel):
             grid=lambda problem, target: _grid(problem, config, target),
             results=frozenset({"out", "lse"}),
             language="gluon",
-            # Descales are given as they are.
-            divisible=dict.fromkeys((*_SCALE_POINTERS, *_SCALE_STRIDES), 1),
+            divisible=descales.DIVISIBLE,
         )
         if problem.v_layout != "rows":
             return (attention,)
@@ -233,12 +230,6 @@ class FlashFwdFp8Ws(Kernel):
         return model.estimate_ms(problem, config, target)
 
 
-_SCALE_POINTERS = tuple(f"{t}_scale_ptr" for t in "qkv")
-# The strides of the descales, as the kernel names them.
-_SCALE_STRIDES = tuple(
-    f"stride_{s}" for s in ("qsb", "qsh", "qsg", "qsm", "ksb", "ksh", "ksn", "vsb", "vsh", "vsn")
-)
-_SCALED = ("q_scaled", "k_scaled", "v_scaled")
 _OUT_STRIDES = ("stride_ob", "stride_oh", "stride_om")
 _SIZES = (
     "heads", "group", "n_heads", "group_heads", "seqlen_q", "seqlen_k", "n_tiles", "write_lse",
@@ -297,8 +288,8 @@ def _blocks(problem: Problem, config: Config) -> dict[str, tuple[int, ...]]:
 def _signature(problem: Problem, config: Config) -> dict[str, str]:
     blocks = _blocks(problem, config)
     kinds = {f"{t}_desc": _kind(FP8, blocks[t]) for t in "qkv"}
-    kinds |= dict.fromkeys(_SCALE_POINTERS, "*fp32") | dict.fromkeys(_SCALE_STRIDES, "i64")
-    kinds |= dict.fromkeys(_SCALED, "i32")
+    kinds |= dict.fromkeys(descales.POINTERS, "*fp32") | dict.fromkeys(descales.STRIDES, "i64")
+    kinds |= dict.fromkeys(descales.SCALED, "i32")
     if config["STAGING"] == "direct":
         kinds["out_ptr"] = f"*{TRITON_DTYPES[problem.dtype_of_out]}"
         kinds |= dict.fromkeys(_OUT_STRIDES, "i64")
@@ -317,11 +308,7 @@ def _bind(call: Call, config: Config) -> list[Argument]:
         arguments.append(_turned(problem, blocks["v"]))
     else:
         arguments.append(_descriptor("v", call, blocks["v"], FP8))
-    arguments += [Pointer(tensor=name) for name in _DESCALES]
-    q, k, v = (call.strides.get(name, (0, 0, 0, 0)) for name in _DESCALES)
-    # There is no group in the heads of k and v.
-    arguments += [*q, k[0], k[1], k[3], v[0], v[1], v[3]]
-    arguments += [int(name in call.given) for name in _DESCALES]
+    arguments += descales.pointers() + descales.strides(call) + descales.scaled(call)
     if config["STAGING"] == "direct":
         arguments += [Pointer(tensor="out"), *call.strides["out"]]
     else:

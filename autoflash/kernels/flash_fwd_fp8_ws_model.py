@@ -6,8 +6,7 @@ decides more. The factors are guesses from the probes until they are fitted.
 
 import math
 
-from autoflash.kernels.flash_fwd_fp8_ws_space import group_heads, tile_count
-from autoflash.kernels.flash_fwd_ws_space import ROWS, block_d, block_dv
+from autoflash.kernels.hopper_tiles import ROWS, block_d, block_dv, group_heads, tile_count
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target

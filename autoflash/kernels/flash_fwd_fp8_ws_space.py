@@ -1,25 +1,30 @@
 """flash_fwd_fp8_ws's search space: what may be tuned, and what can't or shouldn't run."""
 
-from collections.abc import Callable
-
-from autoflash.dtypes import DTYPE_BYTES, FP8
-from autoflash.kernels.flash_fwd_ws_space import (
+from autoflash.dtypes import FP8
+from autoflash.kernels import hopper_tiles
+from autoflash.kernels.hopper_tiles import (
     GROUP_SIZES,
     PERSISTENT,
     ROWS,
-    block_d,
+    advice,
     block_dv,
-    consumer_registers,
+    fits_registers,
+    fits_shared,
+    halves_output,
+    loader_registers,
+    matches_keys,
+    matches_queries,
+    orders_tiles,
+    schedules,
+    stages_output,
 )
-from autoflash.problem import Problem, next_power_of_2
+from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 
 # Registers that addresses, row statistics, scales and loop state take beside what is counted; with
 # less some variants spill in the main loop, and one was serialized.
 _OTHER_REGISTERS = 32
-# Barriers, the mail, alignment.
-_OTHER_SHARED = 1024
 
 
 def registers_needed(config: Config, problem: Problem) -> int:
@@ -30,37 +35,10 @@ def registers_needed(config: Config, problem: Problem) -> int:
     return need + (keys // 8 if config["OVERLAP"] else 0)
 
 
-def staged_columns(config: Config, problem: Problem) -> int:
-    """Columns of out that have a place in shared memory."""
-    share = {"own": 1, "half": 2}.get(str(config["STAGING"]))
-    return block_dv(problem) // share if share else 0
-
-
 def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
     """Bytes of shared memory by what they hold."""
-    rows = config.integer("CONSUMERS") * ROWS
-    ring = config.integer("STAGES") * config.integer("BLOCK_N")
-    return {
-        "q": rows * block_d(problem),
-        "k": ring * block_d(problem),
-        "v": ring * block_dv(problem),
-        "first": 2 * 4 * block_dv(problem),
-        "out": rows * staged_columns(config, problem) * DTYPE_BYTES[problem.dtype_of_out],
-        "barriers": _OTHER_SHARED,
-    }
-
-
-def tile_count(config: Config, problem: Problem) -> int:
-    """Tiles of the whole problem."""
-    rows = config.integer("CONSUMERS") * ROWS
-    return problem.batch * problem.heads * -(-problem.seqlen_q // rows)
-
-
-def group_heads(config: Config, problem: Problem) -> int:
-    """Heads that run side by side: those whose keys and values fit in GROUP_MB together."""
-    pair = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    fit = max(1, (config.integer("GROUP_MB") << 20) // max(1, pair))
-    return min(fit * problem.group, problem.batch * problem.heads)
+    # The first NaN of each dim, for every other tile.
+    return {**hopper_tiles.shared_parts(config, problem), "first": 2 * 4 * block_dv(problem)}
 
 
 def why_not_served(problem: Problem, target: Target) -> str | None:
@@ -85,53 +63,6 @@ def _hardware(config: Config, problem: Problem, target: Target) -> str | None:
     return why_not_served(problem, target)
 
 
-def _matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    if config["CONSUMERS"] == 3 and problem.seqlen_q <= 2 * ROWS:
-        return f"3 consumers of {ROWS} rows for {problem.seqlen_q} rows"
-    return None
-
-
-def _matches_keys(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    if config.integer("BLOCK_N") > max(64, next_power_of_2(problem.seqlen_k)):
-        return f"BLOCK_N={config['BLOCK_N']} is more than the {problem.seqlen_k} keys"
-    return None
-
-
-def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    need, have = registers_needed(config, problem), consumer_registers(config)
-    if need > have:
-        return f"a consumer needs about {need} registers per thread and has {have}"
-    return None
-
-
-def _halves_output(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    if config["STAGING"] == "half" and block_dv(problem) < 128:
-        return f"half of {block_dv(problem)} columns is too narrow to be copied"
-    return None
-
-
-def _stages_output(config: Config, problem: Problem, target: Target) -> str | None:
-    for better in ("own", "half"):
-        if config["STAGING"] == better:
-            return None
-        other = Config(**{**config, "STAGING": better})
-        fits = sum(shared_parts(other, problem).values()) <= target.shared_memory
-        if fits and _halves_output(other, problem, target) is None:
-            return f"out has room of its own (STAGING={better})"
-    return None
-
-
-def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None:
-    need = sum(shared_parts(config, problem).values())
-    if need > target.shared_memory:
-        return f"needs {need} bytes of shared memory, {target.name} has {target.shared_memory}"
-    return None
-
-
 def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     stages, keys = config.integer("STAGES"), config.integer("BLOCK_N")
@@ -141,42 +72,6 @@ def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
     if config["SCHEDULE"] == "grid" and stages > max(2, blocks):
         return f"a ring of {stages} stages for {blocks} blocks of keys"
     return None
-
-
-def _schedules(config: Config, problem: Problem, target: Target) -> str | None:
-    schedule, tiles = config["SCHEDULE"], tile_count(config, problem)
-    if schedule in PERSISTENT and tiles <= target.sm_count:
-        return f"{tiles} tiles: each of the {target.sm_count} SMs has one at most"
-    if schedule == "persistent" and problem.causal:
-        return "causal tiles differ in length: dealt out in advance they lose 10 to 30 %"
-    return None
-
-
-def _orders_tiles(config: Config, problem: Problem, target: Target) -> str | None:
-    size = config.integer("GROUP_MB")
-    if size == GROUP_SIZES[0]:
-        return None
-    if tile_count(config, problem) <= target.sm_count:
-        return f"GROUP_MB={size}: all tiles run side by side"
-    smaller = Config(**{**config, "GROUP_MB": GROUP_SIZES[GROUP_SIZES.index(size) - 1]})
-    heads = group_heads(config, problem)
-    if heads == group_heads(smaller, problem):
-        return f"GROUP_MB={size} groups {heads} heads, as {smaller['GROUP_MB']} does"
-    return None
-
-
-def _loader_registers(config: Config, problem: Problem, target: Target) -> str | None:
-    del problem, target
-    registers = config.integer("LOADER_REGISTERS")
-    if registers > 24 and config["SCHEDULE"] != "dynamic":
-        return f"{registers} registers are more than a loader without a counter needs"
-    return None
-
-
-def _advice(
-    name: str, why_not: Callable[[Config, Problem, Target], str | None], *reads: str
-) -> Constraint:
-    return Constraint(name=name, why_not=why_not, reads=reads, advice=True)
 
 
 SPACE = SearchSpace(
@@ -211,23 +106,23 @@ SPACE = SearchSpace(
     ),
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),
-        _advice("query rows", _matches_queries, "CONSUMERS"),
-        _advice("keys", _matches_keys, "BLOCK_N"),
+        advice("query rows", matches_queries, "CONSUMERS"),
+        advice("keys", matches_keys, "BLOCK_N"),
         Constraint(
             name="registers",
-            why_not=_fits_registers,
+            why_not=fits_registers(registers_needed),
             reads=("CONSUMERS", "BLOCK_N", "OVERLAP", "LOADER_REGISTERS"),
         ),
-        _advice("schedule", _schedules, "CONSUMERS", "SCHEDULE"),
-        _advice("ring", _fills_ring, "STAGES", "BLOCK_N", "SCHEDULE"),
-        _advice("tile order", _orders_tiles, "CONSUMERS", "GROUP_MB"),
+        advice("schedule", schedules, "CONSUMERS", "SCHEDULE"),
+        advice("ring", _fills_ring, "STAGES", "BLOCK_N", "SCHEDULE"),
+        advice("tile order", orders_tiles, "CONSUMERS", "GROUP_MB"),
         Constraint(
             name="shared memory",
-            why_not=_fits_shared,
+            why_not=fits_shared(shared_parts),
             reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
         ),
-        _advice("staging", _stages_output, "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
-        Constraint(name="halves of out", why_not=_halves_output, reads=("STAGING",)),
-        _advice("loader registers", _loader_registers, "SCHEDULE", "LOADER_REGISTERS"),
+        advice("staging", stages_output(shared_parts), "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        Constraint(name="halves of out", why_not=halves_output, reads=("STAGING",)),
+        advice("loader registers", loader_registers, "SCHEDULE", "LOADER_REGISTERS"),
     ),
 )

@@ -10,21 +10,23 @@ from typing import Any
 
 from autoflash.kernels import flash_fwd_ws_model as model
 from autoflash.kernels.flash_fwd_ws_space import (
+    SPACE,
+    depth,
+    most_packed,
+    why_not_served,
+)
+from autoflash.kernels.hopper_tiles import (
     GROUP_SIZES,
     PERSISTENT,
     ROWS,
-    SPACE,
     block_d,
     block_dv,
     consumer_registers,
-    depth,
     group_heads,
-    most_packed,
     shared_parts,
     staged_columns,
     tile_count,
     tile_heads,
-    why_not_served,
 )
 from autoflash.kernels.kernel import (
     LOG2_E,

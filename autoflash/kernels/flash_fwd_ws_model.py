@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from autoflash.dtypes import DTYPE_BYTES
 from autoflash.kernels.flash_fwd_ws_space import (
+    depth,
+)
+from autoflash.kernels.hopper_tiles import (
     ROWS,
     block_dv,
-    depth,
     group_heads,
     staged_columns,
     tile_count,

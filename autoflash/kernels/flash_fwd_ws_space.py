@@ -1,34 +1,32 @@
 """flash_fwd_ws's search space: what may be tuned, and why a combination can't or shouldn't run."""
 
-from collections.abc import Callable
-
-from autoflash.dtypes import DTYPE_BYTES
+from autoflash.kernels.hopper_tiles import (
+    GROUP_SIZES,
+    PERSISTENT,
+    ROWS,
+    advice,
+    block_d,
+    block_dv,
+    fits_registers,
+    fits_shared,
+    halves_output,
+    loader_registers,
+    matches_keys,
+    matches_queries,
+    orders_tiles,
+    schedules,
+    shared_parts,
+    stages_output,
+)
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 
-# Rows of a consumer: what one matrix instruction of a warpgroup computes.
-ROWS = 64
-PERSISTENT = ("persistent", "dynamic")
 _PACKED = (1, 2, 4, 8)
-GROUP_SIZES = (1, 8, 16, 32, 64)
 
-# Registers of a thread times warpgroups that a launch of CONSUMERS is given: the register file
-# divided by the threads, rounded down to eights as the hardware does.
-_REGISTER_POOL = {2: 504, 3: 512, 4: 480}
 # Registers that addresses, row statistics and loop state take beside what is counted; with less,
 # every variant that we compiled spilled more than can be borne.
 _OTHER_REGISTERS = 32
-# Barriers, the mail of dynamic schedules, alignment.
-_OTHER_SHARED = 1024
-
-
-def block_d(problem: Problem) -> int:
-    return max(64, next_power_of_2(problem.head_dim))
-
-
-def block_dv(problem: Problem) -> int:
-    return max(64, next_power_of_2(problem.head_dim_v))
 
 
 def depth(problem: Problem) -> int:
@@ -36,13 +34,6 @@ def depth(problem: Problem) -> int:
     power of two, since a slice of shared memory can't have another size."""
     half = block_d(problem) // 2
     return half + min(half, max(16, next_power_of_2(problem.head_dim - half)))
-
-
-def consumer_registers(config: Config) -> int:
-    """Registers of a consumer's thread: what the loader leaves, in eights."""
-    consumers = config.integer("CONSUMERS")
-    left = _REGISTER_POOL[consumers] - config.integer("LOADER_REGISTERS")
-    return left // consumers // 8 * 8
 
 
 def registers_needed(config: Config, problem: Problem) -> int:
@@ -54,48 +45,9 @@ def registers_needed(config: Config, problem: Problem) -> int:
     return need + (block_d(problem) // 4 if config["Q_IN_REGISTERS"] else 0)
 
 
-def staged_columns(config: Config, problem: Problem) -> int:
-    """Columns of out that have a place of their own in shared memory."""
-    share = {"own": 1, "half": 2}.get(str(config["STAGING"]))
-    return block_dv(problem) // share if share else 0
-
-
-def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
-    """Bytes of shared memory by what they hold."""
-    size = DTYPE_BYTES[problem.dtype]
-    rows = config.integer("CONSUMERS") * ROWS
-    ring = config.integer("STAGES") * config.integer("BLOCK_N")
-    return {
-        "q": rows * block_d(problem) * size,
-        "k": ring * block_d(problem) * size,
-        "v": ring * block_dv(problem) * size,
-        "out": rows * staged_columns(config, problem) * size,
-        "barriers": _OTHER_SHARED,
-    }
-
-
 def most_packed(problem: Problem) -> int:
     """The most query heads of a key/value head that fit side by side in a tile."""
     return max(p for p in _PACKED if problem.group % p == 0)
-
-
-def tile_heads(config: Config, problem: Problem) -> int:
-    """Heads as the tiles count them: PACK_HEADS query heads are one."""
-    return problem.batch * problem.heads // config.integer("PACK_HEADS")
-
-
-def tile_count(config: Config, problem: Problem) -> int:
-    """Tiles of the whole problem."""
-    rows = config.integer("CONSUMERS") * ROWS // config.integer("PACK_HEADS")
-    return tile_heads(config, problem) * -(-problem.seqlen_q // rows)
-
-
-def group_heads(config: Config, problem: Problem) -> int:
-    """Heads that run side by side: those whose keys and values fit in GROUP_MB together."""
-    pair = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
-    fit = max(1, (config.integer("GROUP_MB") << 20) // max(1, pair))
-    sharing = max(1, problem.group // config.integer("PACK_HEADS"))
-    return min(fit * sharing, tile_heads(config, problem))
 
 
 def why_not_served(problem: Problem, target: Target) -> str | None:
@@ -120,14 +72,6 @@ def _hardware(config: Config, problem: Problem, target: Target) -> str | None:
     return why_not_served(problem, target)
 
 
-def _matches_queries(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    consumers, packed = config.integer("CONSUMERS"), config.integer("PACK_HEADS")
-    if consumers > 2 and problem.seqlen_q * packed <= (consumers - 1) * ROWS:
-        return f"{consumers} consumers of {ROWS} rows for {problem.seqlen_q * packed} rows"
-    return None
-
-
 def _packs_group(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     packed, group = config.integer("PACK_HEADS"), problem.group
@@ -141,14 +85,6 @@ def _packs_most(config: Config, problem: Problem, target: Target) -> str | None:
     packed = config.integer("PACK_HEADS")
     if 1 < packed < most_packed(problem):
         return f"PACK_HEADS={packed} is between none and the most, which serve alike or better"
-    return None
-
-
-def _matches_keys(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    keys = config.integer("BLOCK_N")
-    if keys > max(64, next_power_of_2(problem.seqlen_k)):
-        return f"BLOCK_N={keys} is more than the {problem.seqlen_k} keys"
     return None
 
 
@@ -195,32 +131,6 @@ def _slices_queries(config: Config, problem: Problem, target: Target) -> str | N
     return None
 
 
-def _fits_registers(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    need, have = registers_needed(config, problem), consumer_registers(config)
-    if need > have:
-        return f"a consumer needs about {need} registers per thread and has {have}"
-    return None
-
-
-def _stages_output(config: Config, problem: Problem, target: Target) -> str | None:
-    for better in ("own", "half"):
-        if config["STAGING"] == better:
-            return None
-        other = Config(**{**config, "STAGING": better})
-        fits = sum(shared_parts(other, problem).values()) <= target.shared_memory
-        if fits and _halves_output(other, problem, target) is None:
-            return f"out has room of its own (STAGING={better}), which is 2 to 4 % faster"
-    return None
-
-
-def _halves_output(config: Config, problem: Problem, target: Target) -> str | None:
-    del target
-    if config["STAGING"] == "half" and block_dv(problem) < 128:
-        return f"half of {block_dv(problem)} columns is too narrow to be copied"
-    return None
-
-
 def _lends_queries(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     if config["STAGING"] != "query":
@@ -229,13 +139,6 @@ def _lends_queries(config: Config, problem: Problem, target: Target) -> str | No
         return f"rows of out ({block_dv(problem)}) don't fit q's place ({block_d(problem)})"
     if config["Q_IN_REGISTERS"]:
         return "q's place is filled again before out is ready"
-    return None
-
-
-def _fits_shared(config: Config, problem: Problem, target: Target) -> str | None:
-    need = sum(shared_parts(config, problem).values())
-    if need > target.shared_memory:
-        return f"needs {need} bytes of shared memory, {target.name} has {target.shared_memory}"
     return None
 
 
@@ -250,28 +153,6 @@ def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def _schedules(config: Config, problem: Problem, target: Target) -> str | None:
-    schedule, tiles = config["SCHEDULE"], tile_count(config, problem)
-    if schedule in PERSISTENT and tiles <= target.sm_count:
-        return f"{tiles} tiles: each of the {target.sm_count} SMs has one at most"
-    if schedule == "persistent" and problem.causal:
-        return "causal tiles differ in length: dealt out in advance they lose 10 to 30 %"
-    return None
-
-
-def _orders_tiles(config: Config, problem: Problem, target: Target) -> str | None:
-    size = config.integer("GROUP_MB")
-    if size == GROUP_SIZES[0]:
-        return None
-    if tile_count(config, problem) <= target.sm_count:
-        return f"GROUP_MB={size}: all tiles run side by side"
-    smaller = Config(**{**config, "GROUP_MB": GROUP_SIZES[GROUP_SIZES.index(size) - 1]})
-    heads = group_heads(config, problem)
-    if heads == group_heads(smaller, problem):
-        return f"GROUP_MB={size} groups {heads} heads, as {smaller['GROUP_MB']} does"
-    return None
-
-
 def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     if not config["EXP2_BY_FMA"]:
@@ -281,20 +162,6 @@ def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str
     if config["CONSUMERS"] != 2:
         return "more than two consumers keep the other units as busy as the exponential unit"
     return None
-
-
-def _loader_registers(config: Config, problem: Problem, target: Target) -> str | None:
-    del problem, target
-    registers = config.integer("LOADER_REGISTERS")
-    if registers > 24 and config["SCHEDULE"] != "dynamic":
-        return f"{registers} registers are more than a loader without a counter needs"
-    return None
-
-
-def _advice(
-    name: str, why_not: Callable[[Config, Problem, Target], str | None], *reads: str
-) -> Constraint:
-    return Constraint(name=name, why_not=why_not, reads=reads, advice=True)
 
 
 # Those that much depends on come first: enumeration then drops most beginnings early.
@@ -331,34 +198,34 @@ SPACE = SearchSpace(
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),
         Constraint(name="packed heads", why_not=_packs_group, reads=("PACK_HEADS",)),
-        _advice("most heads", _packs_most, "PACK_HEADS"),
-        _advice("query rows", _matches_queries, "CONSUMERS", "PACK_HEADS"),
-        _advice("keys", _matches_keys, "BLOCK_N"),
-        _advice("steps", _steps_wide, "CONSUMERS", "BLOCK_N"),
-        _advice("queries", _holds_queries, "Q_IN_REGISTERS"),
+        advice("most heads", _packs_most, "PACK_HEADS"),
+        advice("query rows", matches_queries, "CONSUMERS", "PACK_HEADS"),
+        advice("keys", matches_keys, "BLOCK_N"),
+        advice("steps", _steps_wide, "CONSUMERS", "BLOCK_N"),
+        advice("queries", _holds_queries, "Q_IN_REGISTERS"),
         Constraint(name="slices of q", why_not=_slices_queries, reads=("Q_IN_REGISTERS",)),
         Constraint(
             name="registers",
-            why_not=_fits_registers,
+            why_not=fits_registers(registers_needed),
             reads=("CONSUMERS", "BLOCK_N", "Q_IN_REGISTERS", "LOADER_REGISTERS"),
         ),
-        _advice("schedule", _schedules, "CONSUMERS", "PACK_HEADS", "SCHEDULE"),
-        _advice("ring", _fills_ring, "STAGES", "BLOCK_N", "SCHEDULE"),
-        _advice("tile order", _orders_tiles, "CONSUMERS", "PACK_HEADS", "GROUP_MB"),
+        advice("schedule", schedules, "CONSUMERS", "PACK_HEADS", "SCHEDULE"),
+        advice("ring", _fills_ring, "STAGES", "BLOCK_N", "SCHEDULE"),
+        advice("tile order", orders_tiles, "CONSUMERS", "PACK_HEADS", "GROUP_MB"),
         Constraint(
             name="shared memory",
-            why_not=_fits_shared,
+            why_not=fits_shared(shared_parts),
             reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
         ),
-        _advice("staging", _stages_output, "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
-        Constraint(name="halves of out", why_not=_halves_output, reads=("STAGING",)),
+        advice("staging", stages_output(shared_parts), "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        Constraint(name="halves of out", why_not=halves_output, reads=("STAGING",)),
         Constraint(
             name="q's place",
             why_not=_lends_queries,
             reads=("STAGING", "Q_IN_REGISTERS"),
         ),
-        _advice("overlap", _overlaps, "CONSUMERS", "OVERLAP", "PV_WAIT", "PING_PONG"),
-        _advice("loader registers", _loader_registers, "SCHEDULE", "LOADER_REGISTERS"),
-        _advice("exponentials", _needs_exponentials, "CONSUMERS", "EXP2_BY_FMA"),
+        advice("overlap", _overlaps, "CONSUMERS", "OVERLAP", "PV_WAIT", "PING_PONG"),
+        advice("loader registers", loader_registers, "SCHEDULE", "LOADER_REGISTERS"),
+        advice("exponentials", _needs_exponentials, "CONSUMERS", "EXP2_BY_FMA"),
     ),
 )

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import io
-import os
 import re
 import subprocess
 import tempfile
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autoflash.codegen.source_cache import write_whole
 from autoflash.errors import CompileError
 from autoflash.settings import settings
 
@@ -56,11 +56,7 @@ def _verdict(log: str) -> str:
 def _keep(path: Path, verdict: str) -> str | None:
     """Saves others the work, where the folder can be written."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(verdict)
-        Path(temporary).replace(path)
+        write_whole(path, verdict)
     return verdict or None
 
 

@@ -40,12 +40,13 @@ class FeasibleSampler(optuna.samplers.BaseSampler):
     the others; candidates under way count as bad (the constant liar). To the good ones' mean the
     ranking adds a prior, to the others' all candidates alike.
 
-    ``take`` says that a candidate was handed out, ``learn`` what became of it.
+    ``take`` says that a candidate was handed out, ``learn`` what became of one, handed out or not.
     """
 
     def __init__(self, candidates: Sequence[Candidate], seed: int) -> None:
         """``candidates``: the most promising first."""
         self._candidates = list(candidates)
+        self._place = {candidate: place for place, candidate in enumerate(candidates)}
         self._lot = np.random.default_rng(seed)
         self._free = np.ones(len(self._candidates), dtype=bool)
         kernels = sorted({c.kernel.name: c.kernel for c in candidates}.items())
@@ -74,14 +75,18 @@ class FeasibleSampler(optuna.samplers.BaseSampler):
 
     def take(self, place: int) -> None:
         """The candidate at ``place`` is under way."""
-        self._free[place] = False
         self.learn(self._candidates[place], None)
 
     def learn(self, candidate: Candidate, ms: float | None) -> None:
         """Its time; None if it failed, or isn't known yet. It need not be a feasible one."""
         name = candidate.kernel.name
-        differing = (self._codes[name] != self._code(candidate)).sum(axis=1, dtype=np.int8)
+        if candidate in self._trials:
+            differing = self._trials[candidate][1]
+        else:
+            differing = (self._codes[name] != self._code(candidate)).sum(axis=1, dtype=np.int8)
         self._trials[candidate] = (name, differing, np.inf if ms is None else ms)
+        if candidate in self._place:
+            self._free[self._place[candidate]] = False
 
     def choose(self) -> int | None:
         """The place of what to try next; None if nothing is left."""

@@ -144,8 +144,6 @@ class Search:
             self._taken.add(key)
         if self._study is None or self._sampler is None:
             return
-        if key in self._places:
-            self._sampler.take(self._places[key])
         # What isn't feasible now still teaches, but is no part of the space.
         self._sampler.learn(candidate, ms)
         trial = self._open.pop(key, None)

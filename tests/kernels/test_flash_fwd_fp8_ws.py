@@ -13,12 +13,10 @@ from autoflash.codegen.render import render
 from autoflash.dtypes import FP8
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.flash_fwd_fp8_ws_space import (
-    group_heads,
     registers_needed,
     shared_parts,
-    tile_count,
 )
-from autoflash.kernels.flash_fwd_ws_space import consumer_registers
+from autoflash.kernels.hopper_tiles import consumer_registers, group_heads, tile_count
 from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Counter, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config

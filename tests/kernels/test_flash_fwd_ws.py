@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from autoflash.codegen.render import render
 from autoflash.kernels import KERNELS, kernels_for
 from autoflash.kernels.flash_fwd_ws_space import (
-    consumer_registers,
     depth,
-    group_heads,
-    shared_parts,
-    tile_count,
 )
+from autoflash.kernels.hopper_tiles import consumer_registers, group_heads, shared_parts, tile_count
 from autoflash.kernels.kernel import ALIGNED, TENSORS, Access, Call, Counter, Descriptor, Pointer
 from autoflash.problem import Problem
 from autoflash.space import Config

@@ -15,7 +15,9 @@ import pytest
 
 from autoflash.dtypes import FP8
 from autoflash.kernels import KERNELS
-from autoflash.kernels.flash_fwd_fp8_ws_space import shared_parts
+from autoflash.kernels.flash_fwd_fp8_ws_space import (
+    shared_parts,
+)
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_config

@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from autoflash.codegen.render import render
 from autoflash.codegen.source_cache import load
 from autoflash.kernels import KERNELS
-from autoflash.kernels.flash_fwd_ws_space import shared_parts
+from autoflash.kernels.hopper_tiles import shared_parts
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.runtime import compiler
