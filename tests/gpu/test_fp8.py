@@ -13,7 +13,7 @@ import autoflash
 from autoflash.dtypes import FP8
 from autoflash.fp8 import key_order, values_by_row
 from autoflash.kernels import KERNELS
-from autoflash.kernels.kernel import ALIGNED, Kernel
+from autoflash.kernels.kernel import Kernel
 from autoflash.problem import Problem
 from autoflash.reference_fp8 import exact_fp8_attention
 from autoflash.runtime import dispatch
@@ -31,7 +31,7 @@ from autoflash.tuning.check_fp8 import (
     run_fp8_poisoned,
     stand_for,
 )
-from tests.gpu.support import any_config_of, poison, run_seed
+from tests.gpu.support import any_config_of, loaded, poison, run_seed
 
 SEED = run_seed()
 LAYOUTS = ("rows", "columns", "permuted")
@@ -75,9 +75,8 @@ def has_e4m3() -> None:
 # --- kernels
 
 
-def check(kernel: Kernel, problem: Problem, config: Config) -> None:
+def check(kernel: Kernel, problem: Problem, config: Config, launcher: Launcher) -> None:
     print(f"{kernel.name}: {problem.label()} {config}")
-    launcher = Launcher(kernel, problem, config, ALIGNED, current_target())
     for case in fp8_cases(problem):
         assert case.why_wrong(launcher) is None, (problem.label(), config)
     full = FullFp8(problem)
@@ -107,7 +106,9 @@ def test_a_config_of_each_problem_meets_the_accuracy_rule(
     print(f"seed {SEED}")
     choice = {"scales": lot.choice(SCALES), "v_layout": lot.choice(LAYOUTS)}
     problem = problem_of(index, kind, causal=causal, **choice)
-    check(KERNELS[name], problem, lot.choice(configs_of(KERNELS[name], problem)))
+    configs = configs_of(KERNELS[name], problem)
+    drawn = lot.sample(configs, len(configs))
+    check(KERNELS[name], problem, *next(loaded(KERNELS[name], problem, drawn)))
 
 
 @pytest.mark.full
@@ -121,8 +122,9 @@ def test_every_config_meets_the_accuracy_rule(
 ) -> None:
     for causal in (False, True):
         problem = problem_of(index, kind, causal=causal, scales=scales, v_layout=v_layout)
-        for config in configs_of(KERNELS[name], problem):
-            check(KERNELS[name], problem, config)
+        configs = configs_of(KERNELS[name], problem)
+        for config, launcher in loaded(KERNELS[name], problem, configs):
+            check(KERNELS[name], problem, config, launcher)
 
 
 # --- what is served
