@@ -14,6 +14,10 @@ from autoflash.fp8 import E4M3_MAX, SCALE_BLOCK, dequantize, scale_of_rows
 from autoflash.reference import exact_attention, hidden_keys, per_kv_head, weighted_sum
 
 _LOG2_E = 1.0 / math.log(2.0)
+# Of the tensor cores of sm_90: fp8 products that are added in one step, and bits that are kept
+# behind the largest one's first.
+_ADDED_AT_ONCE = 32
+_KEPT_BITS = 13
 Scale = Tensor | None
 
 
@@ -33,7 +37,7 @@ def exact_fp8_attention(
 def emulate_fp8_attention(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Scale, k_descale: Scale, v_descale: Scale,
     *, causal: bool, scale: float, block_keys: int = 128, p_exponent: int = 8,
-    last_first: bool = True,
+    last_first: bool = True, hopper_scores: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and LSE in fp32, with the roundings of an fp8 kernel (FlashAttention-3, section 3.3).
 
@@ -43,8 +47,8 @@ def emulate_fp8_attention(
     the weight (an attention sink) then doesn't push the others below what e4m3 can say before they
     are added up (arXiv:2606.06521). acc is kept in units of the v scale of the block that it was
     last added to: its rescaling is folded into the one by the softmax, and each scale is applied
-    once. Sums are fp32: that the tensor cores of Hopper keep fewer bits of an fp8 product's sum is
-    not emulated.
+    once. Sums are fp32, those of the scores as Hopper's tensor cores make them (hopper_product)
+    with ``hopper_scores``, which takes D times the memory.
 
     Raises InvalidInputError if a block of keys has more than one v scale.
     """
@@ -63,11 +67,12 @@ def emulate_fp8_attention(
     total = torch.zeros_like(top)
     acc = qf.new_zeros(*q.shape[:3], v.shape[3])
     unit = qf.new_ones(1)
+    product = hopper_product if hopper_scores else per_kv_head
     starts = range(0, keys, block_keys)
     for start in reversed(starts) if last_first else starts:
         block = slice(start, min(start + block_keys, keys))
         unseen = None if hidden is None else hidden[:, block]
-        scores = per_kv_head(qf, kf[:, :, block].transpose(-1, -2))
+        scores = product(qf, kf[:, :, block].transpose(-1, -2))
         scores = scores * (to_base_2 * k_scale[:, :, block].unsqueeze(2))
         if unseen is not None:
             scores = scores.masked_fill(unseen, -math.inf)
@@ -95,31 +100,56 @@ def fp8_allowance(
     allowed against ``exact``, fp64 on the same inputs. These are given as what they stand for.
 
     What emulate_fp8_attention loses is known: each probability is wrong by up to 2^-4 of itself
-    where P is rounded, or by 2^-18 of the row's largest where e4m3 ends (2^-10 over 2^8), and,
-    where the sum of a score's products has 14 bits (Hopper), by 2^-11 of the size of that sum.
-    Which way is as good as chance, and differs with the blocks of keys. So an error may be six
-    standard deviations of the sum of all these, and never more than that sum; twice the rounding of
-    out is added, and 1e-6.
+    where P is rounded, or by 2^-18 of the row's largest where e4m3 ends (2^-10 over 2^8), and by
+    what its score is (score_noise). Which way is as good as chance, and differs with the blocks of
+    keys. So an error may be six standard deviations of the sum of all these, and never more than
+    that sum; twice the rounding of out is added, and 1e-6.
     """
     p, hidden = _probabilities(q, k, causal, scale)
-    wrong = 2.0**-4 + score_noise(q, k, causal=causal, scale=scale).unsqueeze(-1)
+    wrong = p * (2.0**-4 + score_noise(q, k, scale=scale))
     vague = 2.0**-18 * p.amax(-1, keepdim=True)
     seen = (p > 0).to(p.dtype)
-    most = wrong * weighted_sum(p, v.abs(), hidden) + vague * weighted_sum(seen, v.abs(), hidden)
-    spread = wrong.square() * weighted_sum(p.square(), v.square(), hidden)
+    most = weighted_sum(wrong, v.abs(), hidden) + vague * weighted_sum(seen, v.abs(), hidden)
+    spread = weighted_sum(wrong.square(), v.square(), hidden)
     spread += vague.square() * weighted_sum(seen, v.square(), hidden)
     # Uniform between -1 and 1 has a variance of 1/3.
     likely = 6 * (spread / 3).sqrt()
     return torch.minimum(likely, most) + torch.finfo(out_dtype).eps * exact.abs() + 1e-6
 
 
-def score_noise(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
-    """What 14-bit sums may change of a row's scores, at most: 2^-11 of the largest sum of
-    magnitudes over the keys that it sees, [B, H, Sq], in natural logarithms."""
-    sizes = per_kv_head(q.abs(), k.abs().transpose(-1, -2))
-    if causal:
-        sizes = sizes.masked_fill(hidden_keys(q, k, 0, q.shape[2]), 0.0)
-    return 2.0**-11 * scale * sizes.amax(-1)
+def lse_allowance(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """What score_noise explains of an error of the LSE, [B, H, Sq]: its mean, weighted by P."""
+    p, _ = _probabilities(q, k, causal, scale)
+    return (p * score_noise(q, k, scale=scale).nan_to_num(0.0)).sum(-1)
+
+
+def score_noise(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
+    """By how much the tensor cores of Hopper may be wrong in each score, [B, H, Sq, Sk].
+
+    For each 32 of the D products they shift these, and the sum so far, to the exponent of the
+    largest, and drop what then lies below its 2^-13 (the 14 bits of DeepSeek-V3's report, section
+    3.5.2): of D + D / 32 numbers up to one unit each, towards zero, so with a sign that is as good
+    as chance. That is four standard deviations, in units of the score or of the root of the
+    products' squares, whichever is larger.
+    """
+    dim = q.shape[3]
+    sums = per_kv_head(q, k.transpose(-1, -2)).abs()
+    sizes = per_kv_head(q.square(), k.square().transpose(-1, -2)).sqrt()
+    dropped = dim + math.ceil(dim / _ADDED_AT_ONCE)
+    return 4 * math.sqrt(dropped / 3) * 2.0**-_KEPT_BITS * scale * torch.maximum(sums, sizes)
+
+
+def hopper_product(x: Tensor, y: Tensor) -> Tensor:
+    """per_kv_head(x, y) of e4m3 numbers as Hopper's tensor cores add them up: see score_noise."""
+    y = y.repeat_interleave(x.shape[1] // y.shape[1], 1)
+    total = x.new_zeros(*x.shape[:3], 1, y.shape[3])
+    for start in range(0, x.shape[3], _ADDED_AT_ONCE):
+        some = slice(start, start + _ADDED_AT_ONCE)
+        added = torch.cat((total, x[..., some].unsqueeze(-1) * y[:, :, None, some]), 3)
+        _, exponent = torch.frexp(added.abs().amax(3, keepdim=True))
+        unit = torch.exp2(exponent - 1.0 - _KEPT_BITS)
+        total = torch.trunc(added / unit).sum(3, keepdim=True) * unit
+    return total.squeeze(3)
 
 
 def _probabilities(

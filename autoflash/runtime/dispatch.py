@@ -8,7 +8,7 @@ scale and flags. A variant chosen for aligned rows is never reused for a view.
 import logging
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ from autoflash.settings import settings
 from autoflash.target import Target, current_target
 
 if TYPE_CHECKING:
-    from autoflash.runtime.launcher import Addresses, Bound, Launcher
+    from autoflash.runtime.launcher import Addresses, Bound, Buffers, Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Plan:
     out_strides: tuple[int, ...]
     like_q: bool
     lse_shape: tuple[int, ...]
+    scratch: "Buffers" = field(default_factory=list)
 
 
 def attention_fwd(

@@ -5,7 +5,7 @@ A call is one dictionary look-up, the allocations, and a C call for each functio
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from autoflash.runtime.inputs import (
 from autoflash.runtime.missed import counted
 from autoflash.target import current_target
 
+if TYPE_CHECKING:
+    from autoflash.runtime.launcher import Buffers
+
 _plans: dict[tuple[Any, ...], "GradientPlan"] = plans_of_an_op()
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -40,7 +43,7 @@ class GradientPlan:
     dq: tuple[tuple[int, ...], tuple[int, ...]]
     dk: tuple[tuple[int, ...], tuple[int, ...]]
     dv: tuple[tuple[int, ...], tuple[int, ...]]
-    scratch: list[tuple[tuple[int, ...], torch.dtype]]
+    scratch: "Buffers"
 
 
 def attention_bwd(
@@ -153,8 +156,7 @@ def _plan(
             call = Call(problem=problem, scale=scale, strides=strides, given=frozenset(given))
             run = counted(launcher.bind(call), choice, problem, target)
             lasting = not choice.passing
-        buffers = launcher.kernel.scratch(problem)
-        scratch = [(buffer.shape, getattr(torch, buffer.dtype)) for buffer in buffers]
+        scratch = launcher.scratch(problem)
     plan = GradientPlan(
         run=run,
         device=q.device.index,

@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from autoflash.runtime.inputs_fp8 import (
 from autoflash.runtime.missed import counted
 from autoflash.runtime.scales import scale_strides
 from autoflash.target import current_target
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,10 @@ def attention_fwd_fp8(
         return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
     outputs = (out.data_ptr(), 0 if lse is None else lse.data_ptr())
     scales = (0 if x is None else x.data_ptr() for x in descales)
-    launch(plan.run, plan.device, (qp, kp, vp, *outputs, *scales))
+    # Held until the launches are enqueued; then the stream's order protects them.
+    scratch = [torch.empty(shape, dtype=kind, device=q.device) for shape, kind in plan.scratch]
+    addresses = (qp, kp, vp, *outputs, *scales, *(x.data_ptr() for x in scratch))
+    launch(plan.run, plan.device, addresses)
     return out, lse
 
 
@@ -92,7 +98,7 @@ def _plan(
     problem = problem_of_fp8(given, causal=causal, bshd=bshd)
     lasting = True
     out = output_like(q, v_rows(given, bshd), device="meta", dtype=given.out_dtype)
-    run = None
+    run, scratch = None, []
     if problem.batch and problem.seqlen_q and problem.seqlen_k:
         v = v_as_called(given, bshd)
         with torch.cuda.device(q.device):
@@ -105,6 +111,7 @@ def _plan(
             names = {*strides, "lse"} if return_lse else set(strides)
             call = Call(problem=problem, scale=scale, strides=strides, given=frozenset(names))
             run = counted(launcher.bind(call), choice, problem, target)
+            scratch = launcher.scratch(problem)
             lasting = not choice.passing
     plan = Plan(
         run=run,
@@ -113,5 +120,6 @@ def _plan(
         out_strides=tuple(out.stride()),
         like_q=False,
         lse_shape=lse_shape(q, bshd),
+        scratch=scratch,
     )
     return remember(_plans, key, plan) if lasting else plan

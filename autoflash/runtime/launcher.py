@@ -44,6 +44,8 @@ _ANY_ADDRESS = 1 << 20
 # Of the op's tensors (kernels.kernel.TENSORS), then of the scratch buffers; 0 for one not given.
 Addresses = Sequence[int]
 Bound = Callable[[int, Addresses], None]
+# Shapes and dtypes of the scratch buffers, in the order of their addresses.
+Buffers = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Launcher:
@@ -63,6 +65,11 @@ class Launcher:
         self.tensors = (*TENSORS[kernel.op], *scratch)
         functions = kernel.functions(problem, config)
         self.loaded = tuple(Loaded.of(self.source, kernel, f, access, target) for f in functions)
+
+    def scratch(self, problem: Problem) -> Buffers:
+        """What is allocated for a call of ``problem``, behind the op's tensors."""
+        buffers = self.kernel.scratch(problem)
+        return [(buffer.shape, getattr(torch, buffer.dtype)) for buffer in buffers]
 
     def bind(self, call: Call) -> Bound:
         """Fill in everything but the addresses, of those functions whose results ``call`` wants.

@@ -1,6 +1,7 @@
 """The accuracy rule applied to one candidate: poisoned outputs, ragged sizes, hard inputs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from autoflash.kernels.kernel import Call
 from autoflash.problem import Problem
 from autoflash.reference import error_allowance, exact_attention
 from autoflash.runtime.inputs import all_strides, output_like
-from autoflash.runtime.launcher import Addresses, Bound, Launcher
+from autoflash.runtime.launcher import Bound, Launcher
 
 # Lengths of the ragged checks: not multiples of any tile, more than two of the largest.
 _RAGGED_Q, _RAGGED_K = 333, 589
@@ -107,7 +108,7 @@ def run_poisoned(launcher: Launcher, problem: Problem, q: Tensor, k: Tensor, v: 
     """out and LSE of one launch into buffers full of NaN."""
     out = output_like(q, v).fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device)
-    Repeat(bind(launcher, problem, q, k, v, out), addresses_of(q, k, v, out, lse))()
+    Repeat(bind(launcher, problem, q, k, v, out), (q, k, v, out, lse))()
     torch.cuda.synchronize()
     return out, lse
 
@@ -163,7 +164,11 @@ class FullProblem:
     def launches(self, launcher: Launcher) -> "list[Repeat]":
         """The launch to be timed, on each set of tensors."""
         bound = self._bound(launcher)
-        return [Repeat(bound, addresses_of(*tensors), tensors) for tensors in self._sets]
+        device = self.q.device
+        return [
+            Repeat(bound, (*tensors, *poisoned_scratch(launcher, self.problem, device)))
+            for tensors in self._sets
+        ]
 
     def why_wrong(self, launcher: Launcher) -> str | None:
         """Runs once at full size and compares some rows at the end, in the middle, at the start."""
@@ -213,14 +218,13 @@ class FullProblem:
 
 
 class Repeat:
-    """A call with all its arguments; ``held`` are tensors that live as long as it does."""
+    """A call with all its arguments: those of ``kernel.TENSORS``, None for what isn't given, and
+    the scratch buffers. They live as long as it does."""
 
-    def __init__(
-        self, bound: Bound, addresses: Addresses, held: tuple[Tensor | None, ...] = ()
-    ) -> None:
+    def __init__(self, bound: Bound, tensors: Sequence[Tensor | None]) -> None:
         self._bound = bound
-        self._addresses = addresses
-        self._held = held
+        self._held = tensors
+        self._addresses = tuple(0 if x is None else x.data_ptr() for x in tensors)
 
     def __call__(self) -> None:
         self._bound(int(torch.cuda.current_stream().cuda_stream), self._addresses)
@@ -236,9 +240,14 @@ def bind(
     return launcher.bind(Call(problem=problem, scale=scale, strides=strides, given=given))
 
 
-def addresses_of(*tensors: Tensor | None) -> Addresses:
-    """Where these lie, in the order of ``kernel.TENSORS``; 0 for those that aren't given."""
-    return tuple(0 if x is None else x.data_ptr() for x in tensors)
+def poisoned_scratch(launcher: Launcher, problem: Problem, device: torch.device) -> list[Tensor]:
+    """The scratch buffers of ``problem``, each byte 0xff: NaN in every format."""
+    found = []
+    for shape, kind in launcher.scratch(problem):
+        buffer = torch.empty(shape, dtype=kind, device=device)
+        buffer.view(torch.uint8).fill_(0xFF)
+        found.append(buffer)
+    return found
 
 
 def _copy(x: Tensor | None) -> Tensor | None:

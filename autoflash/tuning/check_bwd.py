@@ -19,7 +19,7 @@ from autoflash.reference import (
 from autoflash.runtime.dispatch import attention_fwd
 from autoflash.runtime.inputs import all_strides, output_like
 from autoflash.runtime.launcher import Launcher
-from autoflash.tuning.check import Repeat, hard_inputs, make_inputs
+from autoflash.tuning.check import Repeat, hard_inputs, make_inputs, poisoned_scratch
 
 # Rows (for dq) and keys (for dk and dv) that are compared at full size, at each of three places.
 _SLICE = 64
@@ -111,15 +111,9 @@ def backward(launcher: Launcher, problem: Problem, inputs: Tensors, grads: Tenso
     strides = all_strides(False, **{n: x for n, x in tensors.items() if x.dim() == 4})
     scale = problem.head_dim**-0.5
     call = Call(problem=problem, scale=scale, strides=strides, given=frozenset(tensors))
-    buffers = launcher.kernel.scratch(problem)
-    device = inputs["q"].device
-    scratch = [
-        torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=device).fill_(math.nan)
-        for b in buffers
-    ]
-    addresses = [tensors[n].data_ptr() if n in tensors else 0 for n in TENSORS["bwd"]]
-    held = (*tensors.values(), *scratch)
-    return Repeat(launcher.bind(call), [*addresses, *(x.data_ptr() for x in scratch)], held)
+    scratch = poisoned_scratch(launcher, problem, inputs["q"].device)
+    given = (tensors.get(name) for name in TENSORS["bwd"])
+    return Repeat(launcher.bind(call), (*given, *scratch))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

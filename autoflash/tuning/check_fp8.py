@@ -13,7 +13,7 @@ from autoflash.kernels.kernel import Call
 from autoflash.problem import FP8_FIELDS, Problem
 from autoflash.quantize import quantize_fp8
 from autoflash.reference import error_allowance, exact_attention
-from autoflash.reference_fp8 import fp8_allowance, score_noise
+from autoflash.reference_fp8 import fp8_allowance, lse_allowance
 from autoflash.runtime.inputs import all_strides, output_like
 from autoflash.runtime.inputs_fp8 import Operands, v_rows
 from autoflash.runtime.launcher import Bound, Launcher
@@ -23,10 +23,10 @@ from autoflash.tuning.check import (
     FullProblem,
     Repeat,
     Rows,
-    addresses_of,
     compare,
     hard_inputs,
     make_inputs,
+    poisoned_scratch,
 )
 
 
@@ -89,7 +89,7 @@ def expect(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Expe
     if problem.dtype == FP8:
         dtype = getattr(torch, problem.dtype_of_out)
         allowance = fp8_allowance(q, k, v, out, **options, out_dtype=dtype)
-        tolerance = Expected.lse_tolerance + score_noise(q, k, **options)
+        tolerance = Expected.lse_tolerance + lse_allowance(q, k, **options)
         return Expected(
             name=name, problem=problem, out=out, lse=lse, allowance=allowance,
             lse_tolerance=tolerance,
@@ -114,7 +114,8 @@ def run_fp8_poisoned(
     lse = torch.full(given.q.shape[:3], math.nan, device=given.q.device)
     q, k, v, *descales = given[:6]
     bound = bind_fp8(launcher, problem, given, out)
-    Repeat(bound, addresses_of(q, k, v, out, lse, *descales))()
+    scratch = poisoned_scratch(launcher, problem, q.device)
+    Repeat(bound, (q, k, v, out, lse, *descales, *scratch))()
     torch.cuda.synchronize()
     return out, lse
 
