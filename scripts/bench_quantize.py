@@ -5,9 +5,9 @@ usage: bench_quantize.py [--head-dims 64,128,256] [--seqlens 4k,16k] [--dtype bf
                          [--rounds 9] [--out FILE]
 
 One tensor of batch x seqlen = 16384 tokens, heads x head_dim = 2048. Rates are of the bytes that
-must move, read once and written once, over the median time (L2 flushed before each launch); what a
-second read costs shows as a lower rate. The copy is torch's, of the same tensor. The host row is
-the time of one whole call on small tensors, from Python.
+move over the median time (L2 flushed before each launch): read once per block, twice per tensor and
+head, and written once. The copy is torch's, of the same tensor. The host row is the time of one
+whole call on small tensors, from Python.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def row(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, An
     samples = timer.interleave(timed, rounds)
     ms = {n: statistics.median(s) for n, s in zip(launches, samples, strict=True)}
     size = x.element_size()
-    moved = {name: x.numel() * (2 * size if name == "copy" else size + 1) for name in ms}
+    moved = {name: x.numel() * bytes_of(name, size) for name in ms}
     batch, heads, seqlen, head_dim = shape
     return {
         "op": "quantize", "dtype": str(dtype).removeprefix("torch."), "batch": batch,
@@ -82,6 +82,13 @@ def row(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> dict[str, An
         "ms": {name: round(value, 5) for name, value in ms.items()},
         "tbs": {name: round(moved[name] / value * 1e-9, 3) for name, value in ms.items()},
     }  # fmt: skip
+
+
+def bytes_of(name: str, size: int) -> int:
+    """Bytes that move for each element, of ``size`` bytes."""
+    if name == "copy":
+        return 2 * size
+    return (1 if name.startswith("block") else 2) * size + 1
 
 
 def launch(

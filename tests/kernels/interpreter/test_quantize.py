@@ -13,6 +13,7 @@ WORKER = Path(__file__).with_name("quantize_worker.py")
 SEED = int(os.environ.get("AUTOFLASH_TEST_SEED", "0"))
 COUNT = 40
 DATA = ("normal", "outliers", "zero blocks", "not finite", "all nan", "tiny", "ties")
+ROWS = (1, 15, 33, 128, 130, 257)
 # granularity, transposed, permuted
 FORMS = tuple(
     (granularity, transposed, permuted)
@@ -26,7 +27,7 @@ def cases() -> list[dict]:
     small, since the interpreter is slow at them."""
     lot = random.Random(SEED)
     found = [
-        case_of(lot, form, data, lot.choice((1, 15, 33, 128, 130, 257)), lot.choice((8, 63, 96)))
+        case_of(lot, form, data, lot.choice(ROWS), lot.choice((8, 63, 96, 200)))
         for form, data in itertools.product(FORMS, DATA)
     ]
     found = lot.sample(found, COUNT)
@@ -36,10 +37,20 @@ def cases() -> list[dict]:
         | {**small, "rotation": lot.choice((0, 1, 2**31 - 1))}
         for granularity in ("tensor", "head", "block")
         for data, rows, dim in (
-            ("outliers", 9, 64), ("normal", 9, 96), ("not finite", 16, 40), ("outliers", 130, 16),
+            ("outliers", 9, 32), ("normal", 9, 96), ("not finite", 16, 40), ("outliers", 130, 16),
         )
     ]  # fmt: skip
-    return found + rotated
+    # By product (64, 128 and 256 dims of 16 bits), of 256 dims by pieces. The interpreter
+    # multiplies bf16's bits as integers.
+    by_product = [
+        case_of(lot, (granularity, False, False), data, rows, dim)
+        | {**small, "rotation": 3, "dtype": "float16"}
+        for granularity in ("tensor", "head", "block")
+        for data, rows, dim in (
+            ("outliers", 9, 64), ("normal", 130, 128), ("not finite", 130, 256), ("normal", 33, 256)
+        )
+    ]  # fmt: skip
+    return found + rotated + by_product
 
 
 def case_of(lot: random.Random, form: tuple, data: str, rows: int, dim: int) -> dict:
@@ -74,8 +85,15 @@ def worker(tmp_path_factory):
 def test_the_kernels_give_torchs_bits(worker, case):
     found = worker.measure(case)
     assert found["same_shapes"]
-    assert found["different_scales"] == 0
-    assert found["different"] == 0
+    if case["rotation"] == 3:
+        # Sums in another order: their last bits, and numbers that lie between two of e4m3.
+        assert found["scale_error"] < 2**-22
+        assert found["different"] <= 1e-3 * found["elements"]
+        assert found["furthest"] <= 1
+        assert found["other_nan"] == 0
+    else:
+        assert found["different_scales"] == 0
+        assert found["different"] == 0
     assert found["outside"] == 0
     if case["data"] == "all nan":
         assert found["nan"] == case["batch"] * case["heads"] * case["rows"] * case["dim"]
