@@ -195,25 +195,32 @@ _FP8_HOPPER_CONFIG = Config(
     BLOCK_N=128,
     STAGES=3,
     OVERLAP=False,
+    PV_PART=128,
     SCHEDULE="dynamic",
     GROUP_MB=16,
     STAGING="own",
     PING_PONG="none",
     LOADER_REGISTERS=24,
-    LATE_RESCALE=True,
 )
 
 FP8_HOPPER_CASES: Cases = (
     (_problem(FP8, 128, 128, causal=False, scales="head", v_layout="permuted"), {}),
     (
         _problem(FP8, 256, 256, causal=True, scales="block"),
-        {"CONSUMERS": 2, "STAGES": 2, "OVERLAP": True, "SCHEDULE": "persistent"},
+        {"CONSUMERS": 2, "STAGES": 2, "SCHEDULE": "persistent"},
     ),
     (
         _problem(
             FP8, 64, 48, causal=True, scales="tensor", v_layout="permuted", out_dtype="float16"
         ),
-        {"STAGING": "direct", "SCHEDULE": "grid", "GROUP_MB": 1, "PING_PONG": "done"},
+        {
+            "OVERLAP": True,
+            "PV_PART": 64,
+            "STAGING": "direct",
+            "SCHEDULE": "grid",
+            "GROUP_MB": 1,
+            "PING_PONG": "done",
+        },
     ),
 )
 

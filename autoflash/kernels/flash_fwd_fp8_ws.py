@@ -14,6 +14,7 @@ from autoflash.kernels import descales
 from autoflash.kernels import flash_fwd_fp8_ws_model as model
 from autoflash.kernels.flash_fwd_fp8_ws_space import (
     SPACE,
+    pv_part,
     shared_parts,
     why_not_served,
 )
@@ -141,10 +142,10 @@ class FlashFwdFp8Ws(Kernel):
                 "HEAD_DIM_V": problem.head_dim_v,
                 "CAUSAL": problem.causal,
                 "OVERLAP": config["OVERLAP"],
+                "PV_PART": pv_part(config, problem),
                 "PING_PONG": config["PING_PONG"],
                 "STAGING": config["STAGING"],
                 "BLOCK_SCALES": problem.scales == "block",
-                "LATE_RESCALE": config["LATE_RESCALE"],
                 "CONSUMER_REGISTERS": consumer_registers(config),
                 "LOADER_REGISTERS": config["LOADER_REGISTERS"],
             },
@@ -192,7 +193,7 @@ class FlashFwdFp8Ws(Kernel):
         }
         turn = ["v is transposed first, by a function of its own"]
         return (turn if problem.v_layout == "rows" else []) + [
-            f"1 warp loads, with {config['LOADER_REGISTERS']} registers per thread",
+            f"1 warp loads, 1 looks for NaN, with {config['LOADER_REGISTERS']} registers a thread",
             f"{config['CONSUMERS']} consumers of 4 warps and {ROWS} rows, "
             f"{consumer_registers(config)} registers",
             f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys; P v {order}",
@@ -206,9 +207,9 @@ class FlashFwdFp8Ws(Kernel):
             "STAGES": 3,
             "SCHEDULE": "dynamic",
             "GROUP_MB": 16,
+            "PV_PART": min(128, block_dv(problem)),
             "STAGING": "own",
             "LOADER_REGISTERS": 24,
-            "LATE_RESCALE": False,
             **_HOPPER[max(block_d(problem), block_dv(problem))],
         }
         tries = []
@@ -238,7 +239,7 @@ _SIZES = (
 _HOPPER: dict[int, dict[str, Any]] = {
     64: {"CONSUMERS": 3, "OVERLAP": True, "PING_PONG": "none"},
     128: {"CONSUMERS": 3, "OVERLAP": False, "PING_PONG": "none"},
-    256: {"CONSUMERS": 2, "OVERLAP": True, "PING_PONG": "none", "STAGES": 2},
+    256: {"CONSUMERS": 2, "OVERLAP": False, "PING_PONG": "none", "STAGES": 2},
 }
 # What defaults() changes, in this order.
 _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (

@@ -5,7 +5,6 @@ from autoflash.kernels import hopper_tiles
 from autoflash.kernels.hopper_tiles import (
     GROUP_SIZES,
     PERSISTENT,
-    ROWS,
     advice,
     block_dv,
     fits_registers,
@@ -22,23 +21,30 @@ from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace
 from autoflash.target import Target
 
-# Registers that addresses, row statistics, scales and loop state take beside what is counted; with
-# less some variants spill in the main loop, and one was serialized.
-_OTHER_REGISTERS = 32
+# Registers that addresses, row statistics, scales and loop state take beside what is counted, which
+# isn't all needed at once.
+_OTHER_REGISTERS = 16
 
 
 def registers_needed(config: Config, problem: Problem) -> int:
-    """Registers that a consumer's thread needs: both accumulators and what lives beside them."""
-    keys = config.integer("BLOCK_N")
-    need = ROWS * (block_dv(problem) + keys) // 128 + _OTHER_REGISTERS
-    # Packed probabilities wait for the next step.
-    return need + (keys // 8 if config["OVERLAP"] else 0)
+    """Registers that a consumer's thread needs: its accumulator, scores or packed probabilities and
+    their product with v, and what lives beside them."""
+    scores = config.integer("BLOCK_N") // 2
+    product = scores // 4 + pv_part(config, problem) // 2
+    beside = scores + product if config["OVERLAP"] else max(scores, product)
+    return block_dv(problem) // 2 + beside + _OTHER_REGISTERS
+
+
+def pv_part(config: Config, problem: Problem) -> int:
+    """Columns of P v that are computed before they are added to the accumulator."""
+    return min(config.integer("PV_PART"), block_dv(problem))
 
 
 def shared_parts(config: Config, problem: Problem) -> dict[str, int]:
     """Bytes of shared memory by what they hold."""
-    # The first NaN of each dim, for every other tile.
-    return {**hopper_tiles.shared_parts(config, problem), "first": 2 * 4 * block_dv(problem)}
+    # The first NaN of each dim in 16 bits, of each stage and each consumer's tile.
+    places = config.integer("STAGES") + config.integer("CONSUMERS")
+    return {**hopper_tiles.shared_parts(config, problem), "first": 2 * places * block_dv(problem)}
 
 
 def why_not_served(problem: Problem, target: Target) -> str | None:
@@ -74,12 +80,34 @@ def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
     return None
 
 
+def _divides_product(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    columns, part = block_dv(problem), pv_part(config, problem)
+    if columns > 2 * part:
+        return f"PV_PART={part}: {columns} columns are more than two parts"
+    if config["OVERLAP"] and part < columns:
+        return f"PV_PART={part}: what overlaps is the product of all {columns} columns"
+    return None
+
+
+def _matches_columns(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config.integer("PV_PART") > block_dv(problem):
+        return f"PV_PART={config['PV_PART']} is more than the {block_dv(problem)} columns"
+    return None
+
+
 SPACE = SearchSpace(
     params=(
         Param(name="CONSUMERS", choices=(2, 3), doc="warpgroups of 64 query rows each"),
         Param(name="BLOCK_N", choices=(64, 128), doc="keys of one step"),
         Param(name="STAGES", choices=(2, 3, 4), doc="depth of the ring of keys and values"),
         Param(name="OVERLAP", choices=(False, True), doc="P v computed during the next softmax"),
+        Param(
+            name="PV_PART",
+            choices=(64, 128),
+            doc="columns of P v that are computed before they are added to out",
+        ),
         Param(name="SCHEDULE", choices=("grid", *PERSISTENT), doc="how programs come by tiles"),
         Param(
             name="GROUP_MB",
@@ -98,11 +126,6 @@ SPACE = SearchSpace(
             doc="a consumer's products wait for another's scores",
         ),
         Param(name="LOADER_REGISTERS", choices=(24, 40), doc="the rest is the consumers'"),
-        Param(
-            name="LATE_RESCALE",
-            choices=(False, True),
-            doc="rescale only when the maximum grew by more than 2^0.75",
-        ),
     ),
     constraints=(
         Constraint(name="hardware", why_not=_hardware, reads=()),
@@ -111,8 +134,10 @@ SPACE = SearchSpace(
         Constraint(
             name="registers",
             why_not=fits_registers(registers_needed),
-            reads=("CONSUMERS", "BLOCK_N", "OVERLAP", "LOADER_REGISTERS"),
+            reads=("CONSUMERS", "BLOCK_N", "OVERLAP", "PV_PART", "LOADER_REGISTERS"),
         ),
+        Constraint(name="parts of P v", why_not=_divides_product, reads=("OVERLAP", "PV_PART")),
+        advice("columns of P v", _matches_columns, "PV_PART"),
         advice("schedule", schedules, "CONSUMERS", "SCHEDULE"),
         advice("ring", _fills_ring, "STAGES", "BLOCK_N", "SCHEDULE"),
         advice("tile order", orders_tiles, "CONSUMERS", "GROUP_MB"),

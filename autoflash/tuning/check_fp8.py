@@ -29,6 +29,8 @@ from autoflash.tuning.check import (
     poisoned_scratch,
 )
 
+_LONG_Q, _LONG_K = 128, 16384
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Case(Expected):
@@ -62,8 +64,14 @@ def rounded(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Operands:
 
 
 def fp8_cases(problem: Problem, device: str = "cuda") -> list[Fp8Case]:
-    """hard_inputs, rounded, with what is expected of them."""
+    """hard_inputs, rounded, with what is expected of them, and many values of one sign: sums over
+    all keys, in which too few bits show."""
     found = hard_inputs(_wide(problem), device, batch=min(problem.batch, 2))
+    rows, keys = min(problem.seqlen_q, _LONG_Q), min(problem.seqlen_k, _LONG_K)
+    sizes = {"batch": 1, "heads": 2 * problem.group, "kv_heads": 2}
+    long = replace(_wide(problem), **sizes, seqlen_q=rows, seqlen_k=keys)
+    q, k, v = make_inputs(long, device, seed=3)
+    found.append(("values with a mean", long, (q, k, v + 2)))
     fields = {name: getattr(problem, name) for name in ("dtype", *FP8_FIELDS)}
     cases = []
     for name, wide, (q, k, v) in found:

@@ -5,9 +5,11 @@
 log-sum-exp of each row, where q, k and v stand for numbers times their descales.
 
 One warp loads: queries once per tile, then keys and values through a ring of STAGES buffers (TMA,
-mbarriers). CONSUMERS warpgroups compute 64 query rows each, from the last keys to the first. The matrix
-unit reads v transposed, its keys in the order in which a thread holds probabilities.
-P is at most 2^8, or 2^8.75 with LATE_RESCALE, when it is rounded to e4m3, whose smallest number is 2^-9.
+mbarriers). Another one looks for NaN in values that not every row sees, and clears them. CONSUMERS
+warpgroups compute 64 query rows each, from the last keys to the first. The matrix unit reads v
+transposed, its keys in the order in which a thread holds probabilities; the products of each block are
+added up in fp32, since the matrix unit's own sums of e4m3 have 14 bits.
+P is at most 2^8 when it is rounded to e4m3, whose smallest number is 2^-9.
 Each descale is applied once, and to no element: those of q and k in the softmax scale, that of v in out
 or, if it is another for each block of keys, when the accumulator is rescaled.
 """
@@ -582,76 +584,136 @@ def operand_e4m3(packed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def put_wide(slot, number):
-    # A number into a slot of shared memory, by a warpgroup.
-    slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+def take_alone(slot):
+    # The number in a slot, by one warp.
+    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
 
 
 @gluon.jit
-def clear_nan(part, first, start, fresh):
-    # Zeros in place of NaN in some of v's dims, given as words of four keys: 0 * NaN would reach rows
-    # that don't see that key. Returns whether there were any, and notes the first such key of each dim
-    # in `first`, which holds those of the tile's blocks before unless it is `fresh`.
-    DIMS: gl.constexpr = part.shape[0]
-    WORDS: gl.constexpr = part.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [4, 1], [1, 0])
-    words = part.load(LAYOUT)
-    # A byte is NaN if all bits but its sign are ones.
-    nan = (((words & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
-    some = gl.max(gl.max(nan, 1), 0)
-    if fresh:
-        first.store(gl.full([DIMS], 1 << 30, gl.int32, gl.SliceLayout(1, LAYOUT)))
+def hear_row(mail, mail_full, mail_empty, turn):
+    # By one warp: whether there is a turn-th tile, and its first row.
+    at = turn % 2
+    mbarrier.wait(mail_full.index(at), (turn // 2) & 1)
+    more = take_alone(mail.index(4 * at))
+    row = take_alone(mail.index(4 * at + 1))
+    mbarrier.arrive(mail_empty.index(at))
+    return more, row
+
+
+@gluon.jit
+def nan_bytes(words):
+    # Ones where a byte is NaN: all bits but its sign are ones.
+    return (((words & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
+
+
+@gluon.jit
+def clear_nan(v, firsts, stage, start):
+    # By one warp: zeros in place of NaN in a block of v, since 0 * NaN would reach rows that don't see
+    # that key. Returns whether there was NaN, and if so leaves the first such key of each dim in `stage`
+    # of `firsts`, counted from `start` keys before the block, else 2^15 - 1.
+    PARTS: gl.constexpr = v.shape[0] // 8
+    WORDS: gl.constexpr = v.shape[1] // 4
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [1, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(v.shape[1], 32, 2)
+    parts = v._reinterpret(gl.int32, [PARTS, 8, WORDS], SHARED)
+    found = gl.zeros([8, WORDS], gl.int32, LAYOUT)
+    for i in range(PARTS):
+        found = found | nan_bytes(parts.index(i).load(LAYOUT))
+    some = gl.max(gl.max(found, 1), 0)
     if some != 0:
-        part.store(words & ~(nan * 255))
         # Byte 2g + e of word 4a + q is key 16a + 8g + 2q + e (autoflash.fp8.key_order).
         word = gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT)), 0)
         key = start + word // 4 * 16 + word % 4 * 2
-        last = gl.where((nan & 0x01000000) != 0, key + 9, 1 << 30)
-        later = gl.where((nan & 0x00010000) != 0, key + 8, last)
-        soon = gl.where((nan & 0x00000100) != 0, key + 1, later)
-        key = gl.min(gl.where((nan & 1) != 0, key, soon), 1)
-        first.store(gl.minimum(key, first.load(gl.SliceLayout(1, LAYOUT))))
+        for i in range(PARTS):
+            words = parts.index(i).load(LAYOUT)
+            nan = nan_bytes(words)
+            parts.index(i).store(words & ~(nan * 255))
+            last = gl.where((nan & 0x01000000) != 0, key + 9, 0x7FFF)
+            later = gl.where((nan & 0x00010000) != 0, key + 8, last)
+            soon = gl.where((nan & 0x00000100) != 0, key + 1, later)
+            first = gl.min(gl.where((nan & 1) != 0, key, soon), 1)
+            firsts.index(stage * PARTS + i).store(first.to(gl.int16))
         fence_async_shared()
     return some
 
 
 @gluon.jit
-def clean(
-    v, first_s, tile, start, fresh, found_s, cleaned, turn, c: gl.constexpr, CONSUMERS: gl.constexpr
-):
-    # The consumers clear v together, 32 dims at a time by turns, and wait for each other. Returns
-    # whether there was NaN. first_s has two places, for every other tile that wants this.
-    PARTS: gl.constexpr = v.shape[0] // 32
-    WORDS: gl.constexpr = v.shape[1] // 4
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(v.shape[1], 32, 2)
-    parts = v._reinterpret(gl.int32, [PARTS, 32, WORDS], SHARED)
-    at = turn % 2
-    some = 0
-    for i in range(c, PARTS, CONSUMERS):
-        some = some | clear_nan(parts.index(i), first_s.index(tile % 2 * PARTS + i), start, fresh)
-    put_wide(found_s.index(at * 4 + c), some)
-    mbarrier.arrive(cleaned.index(at))
-    mbarrier.wait(cleaned.index(at), (turn // 2) & 1)
-    for other in gl.static_range(CONSUMERS):
-        some = some | take(found_s.index(at * 4 + other))
-    return some
+def note_nan(some, stage, found_s, firsts, own_s, DIMS: gl.constexpr):
+    # By a consumer: whether there was NaN in a block that clear_nan cleared, too; if so own_s holds the
+    # first such key of each dim in all blocks of this tile, `some` saying whether there was one before.
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    STAGES: gl.constexpr = firsts.shape[0] * 8 // DIMS
+    found = take(found_s.index(stage))
+    if found != 0:
+        first = firsts._reinterpret(gl.int16, [STAGES, DIMS], PLAIN).index(stage).load(LAYOUT)
+        if some != 0:
+            first = gl.minimum(first, own_s.load(LAYOUT))
+        own_s.store(first)
+    return some | found
 
 
 @gluon.jit
-def spread_nan(acc, first_s, tile, limit):
-    # acc with NaN where a row sees the first key whose value is NaN: rows that see any such key see
-    # the first.
+def spread_nan(acc, own_s, start, limit):
+    # acc with NaN where a row sees the first key whose value is NaN, counted from `start`: rows that see
+    # any such key see the first.
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    first = first_s._reinterpret(gl.int32, [2, acc.shape[1]], PLAIN).index(tile % 2)
-    key = first.load(gl.SliceLayout(0, acc.type.layout))
+    first = own_s.load(gl.SliceLayout(0, acc.type.layout)).to(gl.int32)
+    key = gl.where(first == 0x7FFF, 1 << 30, start + first)
     seen = gl.expand_dims(key, 0) < gl.expand_dims(gl.convert_layout(limit, ROWS), 1)
     return gl.where(seen, float("nan"), acc)
 
 
 @gluon.jit
+def joined(left, right, LAYOUT: gl.constexpr):
+    # What halves() took apart.
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], left.shape[1] * 2])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def start_product(packed, v, LAYOUT: gl.constexpr):
+    # p v of one block. Not on top of the blocks before: the matrix unit adds e4m3 products up in 14
+    # bits, in which a sum over thousands of keys would swallow the next ones.
+    COLUMNS: gl.constexpr = v.shape[0]
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    p = operand_e4m3(packed, gl.DotOperandLayout(0, LAYOUT, 4))
+    return warpgroup_mma(p, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_product(acc, alpha, packed, v, PART: gl.constexpr):
+    # acc * alpha + p v, PART columns at a time: as many more registers are there.
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+    if PART == v.shape[0]:
+        new, _p = warpgroup_mma_wait(0, deps=[start_product(packed, v, LAYOUT), packed])
+        acc = acc * factor + new
+    else:
+        gl.static_assert(2 * PART == v.shape[0])
+        WHOLE: gl.constexpr = acc.type.layout
+        left, right = halves(acc)
+        left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+        right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
+        new, packed = warpgroup_mma_wait(0, deps=[start_product(packed, v.slice(0, PART), LAYOUT), packed])
+        left = left * factor + new
+        new, _p = warpgroup_mma_wait(0, deps=[start_product(packed, v.slice(PART, PART), LAYOUT), packed])
+        right = right * factor + new
+        acc = joined(left, right, WHOLE)
+    return acc
+
+
+@gluon.jit
+def load_watched(v_desc, at, v_landed, watched, place, STAGES: gl.constexpr):
+    # Starts the copy of a block of values that the watcher hands on: its `watched`-th.
+    landed = v_landed.index(watched % STAGES)
+    mbarrier.expect(landed, place.numel)
+    copy_in(v_desc, at, landed, place)
+
+
+@gluon.jit
 def load(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty,
     heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
@@ -661,10 +723,11 @@ def load(
     tile = gl.program_id(0)
     turn = 0
     block = 0
+    watched = 0
     row, batch, head = tile_coords(tile, seqlen_q, heads, n_heads, group_heads, CONSUMERS * 64, CAUSAL)
     tell(mail, mail_full, mail_empty, turn, tile < n_tiles, row, batch, head)
     while tile < n_tiles:
-        blocks, _masked = whole_blocks(row, seqlen_q, seqlen_k, CONSUMERS * 64, BLOCK_N, CAUSAL)
+        blocks, masked = whole_blocks(row, seqlen_q, seqlen_k, CONSUMERS * 64, BLOCK_N, CAUSAL)
         head_kv = head // group
         next_row = row
         next_batch = batch
@@ -682,8 +745,12 @@ def load(
                     copy_in(q_desc, [batch, head, row + c * 64, 0], q_full.index(c), q_s.index(c))
             else:
                 stage = (block - 1) % STAGES
-                mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV)
-                copy_in(v_desc, [batch, head_kv, 0, start + BLOCK_N], v_full.index(stage), v_s.index(stage))
+                if i <= masked:
+                    load_watched(v_desc, [batch, head_kv, 0, start + BLOCK_N], v_landed, watched, v_s.index(stage), STAGES)
+                    watched += 1
+                else:
+                    mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV)
+                    copy_in(v_desc, [batch, head_kv, 0, start + BLOCK_N], v_full.index(stage), v_s.index(stage))
             if i == gl.maximum(blocks - 2, 0):
                 # Late, since a tile that waits in a busy program would end last; but early enough
                 # for the consumers to know the next tile when they come to the end of this one.
@@ -695,8 +762,12 @@ def load(
             block += 1
         mbarrier.wait(free.index(block % STAGES), ((block // STAGES) & 1) ^ 1)
         stage = (block - 1) % STAGES
-        mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV)
-        copy_in(v_desc, [batch, head_kv, 0, 0], v_full.index(stage), v_s.index(stage))
+        if blocks == masked:
+            load_watched(v_desc, [batch, head_kv, 0, 0], v_landed, watched, v_s.index(stage), STAGES)
+            watched += 1
+        else:
+            mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV)
+            copy_in(v_desc, [batch, head_kv, 0, 0], v_full.index(stage), v_s.index(stage))
         row = next_row
         batch = next_batch
         head = next_head
@@ -704,17 +775,34 @@ def load(
 
 
 @gluon.jit
-def weights(
-    s, m_i, scale_log2, limit, start, MASKED: gl.constexpr, LATE_RESCALE: gl.constexpr
-):
+def watch(v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, found_s, firsts, seqlen_q, seqlen_k, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr):
+    # The watcher's part: one warp, through which values pass that not every row sees.
+    turn = 0
+    block = 0
+    watched = 0
+    more, row = hear_row(mail, mail_full, mail_empty, turn)
+    while more != 0:
+        blocks, masked = whole_blocks(row, seqlen_q, seqlen_k, CONSUMERS * 64, BLOCK_N, CAUSAL)
+        for i in range(masked):
+            stage = (block + i) % STAGES
+            mbarrier.wait(v_landed.index(watched % STAGES), (watched // STAGES) & 1)
+            some = clear_nan(matrix(v_s.index(stage)), firsts, stage, (masked - 1 - i) * BLOCK_N)
+            put(found_s.index(stage), some)
+            mbarrier.arrive(v_full.index(stage))
+            watched += 1
+        block += blocks
+        turn += 1
+        more, row = hear_row(mail, mail_full, mail_empty, turn)
+
+
+@gluon.jit
+def weights(s, m_i, scale_log2, limit, start, MASKED: gl.constexpr):
     # Online softmax in base 2 (FlashAttention, algorithm 1): m_i is the maximum of scale_log2 * s
     # that p is relative to. Returns p times 2^8, m_i and the factor for what came before.
     if MASKED:
         s = mask_scores(s, limit, start)
     m_new = gl.maximum(m_i, row_max(s) * scale_log2)
-    if LATE_RESCALE:
-        # As in FlashAttention-4, but no later than e4m3 allows: p stays below 2^8.75, and it ends at 448.
-        m_new = gl.where(m_new > m_i + 0.75, m_new, m_i)
     m_use = m_new
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
@@ -729,23 +817,16 @@ def scores(q, k, zero):
 
 
 @gluon.jit
-def product(packed, v, acc, P_LAYOUT: gl.constexpr):
-    # Starts acc += p v, v with its keys along.
-    return warpgroup_mma(operand_e4m3(packed, P_LAYOUT), v.permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
 def step(
-    q, acc, packed, m_i, l_i, unit, zero, limit, start, fresh, block, turns, turn, some, clears,
-    k_s, v_s, k_full, v_full, free, first_s, tiles, found_s, cleaned,
+    q, acc, packed, m_i, l_i, alpha, unit, zero, limit, start, block, turns, turn, some,
+    k_s, v_s, k_full, v_full, free, found_s, firsts, own_s,
     scale_log2, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
     c: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    LATE_RESCALE: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, BLOCK_SCALES: gl.constexpr,
 ):
     # Scores, softmax and P v of `block`; with OVERLAP P v of the block before, at the time of the
-    # softmax. acc is in units of v's descale `unit`. MASKED: rows don't see all keys of the block, nor of
-    # the one whose P v this is.
+    # softmax. acc, which lacks the factor alpha then, is in units of v's descale `unit`. MASKED: rows
+    # don't see all keys of the block, nor of the one whose P v this is.
     BLOCK_N: gl.constexpr = k_s.shape[3]
     stage = block % STAGES
     phase = (block // STAGES) & 1
@@ -755,27 +836,20 @@ def step(
         # BLOCK_N divides a block of 128 keys, which has one scale.
         scale = scale_log2 * load_scale(k_scales + (start // 128) * stride_ksn, k_scaled)
         now = load_scale(v_scales + (start // 128) * stride_vsn, v_scaled)
-    # The block whose P v this is.
     v_block = block
-    v_start = start
     if OVERLAP:
         v_block = block - 1
-        v_start = start + BLOCK_N
-    v = matrix(v_s.index(v_block % STAGES))
+    v_stage = v_block % STAGES
     v_phase = (v_block // STAGES) & 1
-    # Before there are scores, or once they are packed: in between registers are short.
-    if OVERLAP and MASKED:
-        mbarrier.wait(v_full.index(v_block % STAGES), v_phase)
-        some = some | clean(v, first_s, tiles, v_start, fresh, found_s, cleaned, clears, c, CONSUMERS)
-        clears += 1
+    v = matrix(v_s.index(v_stage))
     mbarrier.wait(k_full.index(stage), phase)
     if PING_PONG != "none":
         # The consumers take turns at the matrix unit; the first turn of consumer 0 is free.
         mbarrier.wait(turns.index(c), (turn & 1) ^ (c == 0))
     s = scores(q, matrix(k_s.index(stage)), zero)
     if OVERLAP:
-        mbarrier.wait(v_full.index(v_block % STAGES), v_phase)
-        acc = product(packed, v, acc, P_LAYOUT)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        new = start_product(packed, v, acc.type.layout)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
@@ -783,57 +857,51 @@ def step(
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
     if not OVERLAP:
         mbarrier.arrive(free.index(stage))
-    p, m_i, alpha = weights(s, m_i, scale, limit, start, MASKED, LATE_RESCALE)
+    p, m_i, shrink = weights(s, m_i, scale, limit, start, MASKED)
     PART_ROWS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
-    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, PART_ROWS), 1) + partial_sums(p)
+    l_i = l_i * gl.expand_dims(gl.convert_layout(shrink, PART_ROWS), 1) + partial_sums(p)
     if BLOCK_SCALES:
-        alpha = alpha * (unit / now)
-    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+        shrink = shrink * (unit / now)
     if OVERLAP:
         # ptxas serialises products whose operands are made while one is pending, so the packing has
         # to come after the wait.
-        acc, _p = warpgroup_mma_wait(0, deps=[acc, packed])
+        new, _p = warpgroup_mma_wait(0, deps=[new, packed])
+        if MASKED:
+            some = note_nan(some, v_stage, found_s, firsts, own_s, acc.shape[1])
         mbarrier.arrive(free.index(stage))
+        O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1) + new
     packed = pack_e4m3(p)
-    if LATE_RESCALE and not BLOCK_SCALES:
-        acc = rescale(acc, alpha)
-    else:
-        acc = acc * alpha
     if not OVERLAP:
         mbarrier.wait(v_full.index(stage), phase)
         if MASKED:
-            some = some | clean(v, first_s, tiles, v_start, fresh, found_s, cleaned, clears, c, CONSUMERS)
-            clears += 1
-        acc = product(packed, v, acc, P_LAYOUT)
-        acc, _p = warpgroup_mma_wait(0, deps=[acc, packed])
-    return acc, packed, m_i, l_i, now, some, clears
+            some = note_nan(some, stage, found_s, firsts, own_s, acc.shape[1])
+        acc = add_product(acc, shrink, packed, v, PV_PART)
+    return acc, packed, m_i, l_i, shrink, now, some
 
 
 @gluon.jit
 def consume(
     c: gl.constexpr, out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-    q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+    q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
     stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    LATE_RESCALE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr,
 ):
     # The part of consumer c: 64 rows of each tile.
     MOST_HIDDEN: gl.constexpr = (CONSUMERS - 1 - c) * 64
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 32])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     turn = 0
     block = 0
     steps = 0
-    clears = 0
-    tiles = 0
     more, row, batch, head = hear(mail, mail_full, mail_empty, turn)
     while more != 0:
         own_row = row + c * 64
@@ -848,18 +916,14 @@ def consume(
         v_scales = v_scale_ptr + batch64 * stride_vsb + head_kv * stride_vsh
         scale = scale_log2 * load_scale(q_scale, q_scaled)
 
-        # Whether values that some rows don't see hold NaN, and where: in turns, since another consumer
-        # may still look at those of its tile before.
+        # Whether values that some rows don't see hold NaN.
         some = 0
-        tiles += gl.minimum(masked, 1)
-
-        # Blocks that the diagonal hides from all rows of this consumer are only let go, once their
-        # values are cleared.
+        # Blocks that the diagonal hides from all rows of this consumer are only let go.
         hidden = 0
         if CAUSAL and MOST_HIDDEN > 0:
             own_end = gl.minimum(seqlen_k, own_row + 64 + seqlen_k - seqlen_q)
             hidden = blocks - gl.maximum(gl.cdiv(own_end, BLOCK_N), 1)
-            for i in range(hidden):
+            for _i in range(hidden):
                 stage = block % STAGES
                 mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
                 if PING_PONG != "none":
@@ -868,11 +932,6 @@ def consume(
                 mbarrier.arrive(free.index(stage))
                 # No phase of a barrier may be passed over, or the next wait is for nothing.
                 mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
-                some = some | clean(
-                    matrix(v_s.index(stage)), first_s, tiles, (blocks - 1 - i) * BLOCK_N, i == 0,
-                    found_s, cleaned, clears, c, CONSUMERS,
-                )
-                clears += 1
                 block += 1
                 steps += 1
 
@@ -894,43 +953,36 @@ def consume(
         s = warpgroup_mma_wait(0, deps=[scores(q, matrix(k_s.index(stage)), zero)])
         mbarrier.arrive(free.index(stage))
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-        p, m_i, alpha = weights(s, m_i, own_scale, limit, start, True, LATE_RESCALE)
+        p, m_i, alpha = weights(s, m_i, own_scale, limit, start, True)
         l_i = partial_sums(p)
         packed = pack_e4m3(p)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
         if not OVERLAP:
             mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
             if hidden < masked:
-                some = some | clean(
-                    matrix(v_s.index(stage)), first_s, tiles, start, hidden == 0, found_s, cleaned, clears, c, CONSUMERS
-                )
-                clears += 1
-            acc = product(packed, matrix(v_s.index(stage)), acc, P_LAYOUT)
-            acc, _p = warpgroup_mma_wait(0, deps=[acc, packed])
+                some = note_nan(some, stage, found_s, firsts, own_s.index(c), BLOCK_DV)
+            acc = add_product(acc, alpha, packed, matrix(v_s.index(stage)), PV_PART)
         block += 1
 
         # With OVERLAP a masked block's P v belongs to the step after it.
         end = masked
-        fresh = 0
-        if OVERLAP:
-            fresh = 1
-            if masked > hidden:
-                end = gl.minimum(masked + 1, blocks)
+        if OVERLAP and masked > hidden:
+            end = gl.minimum(masked + 1, blocks)
         for i in range(hidden + 1, end):
-            acc, packed, m_i, l_i, unit, some, clears = step(
-                q, acc, packed, m_i, l_i, unit, zero, limit, (blocks - 1 - i) * BLOCK_N, i == fresh,
-                block, turns, steps, some, clears, k_s, v_s, k_full, v_full, free, first_s, tiles, found_s, cleaned,
+            acc, packed, m_i, l_i, alpha, unit, some = step(
+                q, acc, packed, m_i, l_i, alpha, unit, zero, limit, (blocks - 1 - i) * BLOCK_N,
+                block, turns, steps, some, k_s, v_s, k_full, v_full, free, found_s, firsts, own_s.index(c),
                 scale, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
-                c, CONSUMERS, STAGES, True, OVERLAP, PING_PONG, BLOCK_SCALES, LATE_RESCALE, O_LAYOUT, P_LAYOUT,
+                c, CONSUMERS, STAGES, True, OVERLAP, PV_PART, PING_PONG, BLOCK_SCALES,
             )
             block += 1
             steps += 1
         for i in range(gl.maximum(end, hidden + 1), blocks):
-            acc, packed, m_i, l_i, unit, some, clears = step(
-                q, acc, packed, m_i, l_i, unit, zero, limit, (blocks - 1 - i) * BLOCK_N, False,
-                block, turns, steps, some, clears, k_s, v_s, k_full, v_full, free, first_s, tiles, found_s, cleaned,
+            acc, packed, m_i, l_i, alpha, unit, some = step(
+                q, acc, packed, m_i, l_i, alpha, unit, zero, limit, (blocks - 1 - i) * BLOCK_N,
+                block, turns, steps, some, k_s, v_s, k_full, v_full, free, found_s, firsts, own_s.index(c),
                 scale, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
-                c, CONSUMERS, STAGES, False, OVERLAP, PING_PONG, BLOCK_SCALES, LATE_RESCALE, O_LAYOUT, P_LAYOUT,
+                c, CONSUMERS, STAGES, False, OVERLAP, PV_PART, PING_PONG, BLOCK_SCALES,
             )
             block += 1
             steps += 1
@@ -940,11 +992,8 @@ def consume(
             stage = (block - 1) % STAGES
             mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
             if masked == blocks:
-                some = some | clean(
-                    matrix(v_s.index(stage)), first_s, tiles, 0, blocks == 1, found_s, cleaned, clears, c, CONSUMERS
-                )
-                clears += 1
-            acc = product(packed, matrix(v_s.index(stage)), acc, P_LAYOUT)
+                some = note_nan(some, stage, found_s, firsts, own_s.index(c), BLOCK_DV)
+            new = start_product(packed, matrix(v_s.index(stage)), O_LAYOUT)
         # A row that saw no key has l = 0: out = 0 and lse = -inf. (m = -inf says less: the maximum of
         # scores that are all NaN may be that, too.)
         l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
@@ -956,10 +1005,11 @@ def consume(
         # Without write_lse the pointer may be null.
         gl.store(lse_ptr + lse_head * seqlen_q + position, lse, mask=(position < seqlen_q) & (write_lse != 0))
         if OVERLAP:
-            acc, _p = warpgroup_mma_wait(0, deps=[acc, packed])
+            new, _p = warpgroup_mma_wait(0, deps=[new, packed])
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1) + new
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, O_ROWS), 1)
         if some != 0:
-            acc = spread_nan(acc, first_s, tiles, limit)
+            acc = spread_nan(acc, own_s.index(c), (blocks - masked) * BLOCK_N, limit)
         at = own_row + gl.arange(0, 64, O_ROWS)
         cols = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, O_LAYOUT))
         out = out_ptr + batch64 * stride_ob + head * stride_oh
@@ -973,69 +1023,69 @@ def consume(
 @gluon.jit
 def consume_0(
     out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-    q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+    q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
     stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    LATE_RESCALE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr,
 ):
     consume(
         0, out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-        q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+        q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
         q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+        OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
     )
 
 
 @gluon.jit
 def consume_1(
     out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-    q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+    q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
     stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    LATE_RESCALE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr,
 ):
     consume(
         1, out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-        q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+        q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
         q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+        OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
     )
 
 
 @gluon.jit
 def consume_2(
     out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-    q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+    q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
     stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    LATE_RESCALE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr,
 ):
     consume(
         2, out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-        q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+        q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
         q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+        OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
     )
 
 
@@ -1047,8 +1097,8 @@ def flash_fwd_fp8_ws(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr, BLOCK_SCALES: gl.constexpr,
-    LATE_RESCALE: gl.constexpr,
+    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q [batch, heads, seqlen_q, head_dim], k [batch, heads // group, seqlen_k, head_dim],
@@ -1065,78 +1115,87 @@ def flash_fwd_fp8_ws(
     turns = barriers(CONSUMERS, 1)
     k_full = barriers(STAGES, 1)
     v_full = barriers(STAGES, 1)
+    # Of those that the watcher hands on, one after the other.
+    v_landed = barriers(STAGES, 1)
     # One for a block of keys and the values of the block before: they are done with together.
     free = barriers(STAGES, CONSUMERS)
     mail_full = barriers(2, 1)
-    mail_empty = barriers(2, CONSUMERS)
+    # Consumers and watcher.
+    mail_empty = barriers(2, CONSUMERS + 1)
     mail = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Of two blocks of values that are cleared, one after the other: the first NaN of each dim, whether
-    # a part has any.
-    first_s = gl.allocate_shared_memory(gl.int32, [BLOCK_DV // 16, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    found_s = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    cleaned = barriers(2, CONSUMERS)
+    # Of watched blocks of values by stage: whether they had NaN, and the first key that had of each dim;
+    # the latter of each consumer's tile, too.
+    found_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    firsts = gl.allocate_shared_memory(
+        gl.int16, [STAGES * BLOCK_DV // 8, 8], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    own_s = gl.allocate_shared_memory(
+        gl.int16, [CONSUMERS, BLOCK_DV], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume_0, (
                 out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+                q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
                 q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
             )),
             (consume_1, (
                 out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+                q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
                 q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
             )),
             (load, (
-                q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
+                q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty,
                 heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
             )),
-        ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])
+            (watch, (v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, found_s, firsts, seqlen_q, seqlen_k, CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL)),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
     if CONSUMERS == 3:
         gl.warp_specialize([
             (consume_0, (
                 out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+                q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
                 q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
             )),
             (consume_1, (
                 out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+                q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
                 q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
             )),
             (consume_2, (
                 out_ptr, stride_ob, stride_oh, stride_om, lse_ptr, q_s, k_s, v_s, out_s,
-                q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty, turns, first_s, found_s, cleaned,
+                q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, turns, found_s, firsts, own_s,
                 q_scale_ptr, k_scale_ptr, v_scale_ptr, stride_qsb, stride_qsh, stride_qsg, stride_qsm,
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PING_PONG, STAGING, BLOCK_SCALES, LATE_RESCALE,
+                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
             )),
             (load, (
-                q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, free, mail, mail_full, mail_empty,
+                q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty,
                 heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
             )),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])
+            (watch, (v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, found_s, firsts, seqlen_q, seqlen_k, CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL)),
+        ], [4, 4, 1, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
 
 
 CONSTEXPRS = {'CONSUMERS': 3,
@@ -1146,11 +1205,11 @@ CONSTEXPRS = {'CONSUMERS': 3,
  'BLOCK_DV': 64,
  'HEAD_DIM_V': 48,
  'CAUSAL': True,
- 'OVERLAP': False,
+ 'OVERLAP': True,
+ 'PV_PART': 64,
  'PING_PONG': 'done',
  'STAGING': 'direct',
  'BLOCK_SCALES': False,
- 'LATE_RESCALE': True,
  'CONSUMER_REGISTERS': 160,
  'LOADER_REGISTERS': 24}
 OPTIONS = {'num_warps': 4}

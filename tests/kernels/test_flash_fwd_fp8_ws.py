@@ -32,7 +32,7 @@ PROBLEM = Problem(
 ROWS = dataclasses.replace(PROBLEM, v_layout="rows", out_dtype="float16")
 CONFIG = Config(
     CONSUMERS=3, BLOCK_N=128, STAGES=3, OVERLAP=False, SCHEDULE="dynamic", GROUP_MB=8,
-    STAGING="own", PING_PONG="none", LOADER_REGISTERS=24, LATE_RESCALE=False,
+    PV_PART=64, STAGING="own", PING_PONG="none", LOADER_REGISTERS=24,
 )  # fmt: skip
 VARIANTS = list(
     itertools.product((PROBLEM, ROWS), ("own", "direct"), ("grid", "persistent", "dynamic"))
@@ -96,7 +96,7 @@ def test_the_template_takes_what_is_declared(problem, staging, schedule):
 
 @pytest.mark.parametrize("param", SPACE.params, ids=lambda p: p.name)
 def test_every_choice_makes_another_launch(param):
-    problem = dataclasses.replace(PROBLEM, heads=256, kv_heads=32, seqlen_k=4096)
+    problem = dataclasses.replace(PROBLEM, heads=256, kv_heads=32, seqlen_k=4096, head_dim_v=128)
     strides = dict.fromkeys(("q", "k", "v", "out"), (1 << 20, 1 << 12, 16))
     call = Call(problem=problem, scale=1.0, strides=strides, given=frozenset(TENSORS["fwd"]))
 
@@ -241,9 +241,9 @@ def test_the_space_holds_what_was_fastest_on_an_h200():
         config = Config(**{**KERNEL.default(problem, H200), **changes})
         return SPACE.why_not(config, problem, H200)
 
-    for head_dim in (64, 128, 256):
-        assert best(head_dim, LATE_RESCALE=True) is None
+    assert best(64, PING_PONG="done") is None
     assert best(128, STAGES=4, PING_PONG="done") is None
+    assert best(256, PING_PONG="done") is None
 
 
 def test_turning_v_costs_time():

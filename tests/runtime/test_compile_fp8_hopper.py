@@ -16,6 +16,7 @@ import pytest
 from autoflash.dtypes import FP8
 from autoflash.kernels import KERNELS
 from autoflash.kernels.flash_fwd_fp8_ws_space import (
+    pv_part,
     shared_parts,
 )
 from autoflash.kernels.kernel import ALIGNED
@@ -90,8 +91,7 @@ def test_what_the_tuner_may_pick_compiles_well(index: int) -> None:
     products = re.findall(
         r"wgmma\.mma_async\S*\.m64n(\d+)k32\.f32\.e4m3\.e4m3", attention.asm["ptx"]
     )
-    dim_v = max(64, 1 << (problem.head_dim_v - 1).bit_length())
-    assert set(products) == {str(config["BLOCK_N"]), str(dim_v)}
+    assert set(products) == {str(config["BLOCK_N"]), str(pv_part(config, problem))}
     assert "cvt.rn.satfinite.e4m3x2.f32" in attention.asm["ptx"]
     assert len(turn) == (problem.v_layout == "rows")
     for compiled in turn:

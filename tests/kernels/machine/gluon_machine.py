@@ -458,7 +458,8 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
         arange=lambda start, end, layout=None: number(
             torch.arange(start, end, dtype=torch.int32)
         ),
-        expand_dims=_expand_dims, split=_split,
+        expand_dims=_expand_dims, split=_split, join=lambda x, y: number(torch.stack((x, y), -1)),
+        static_assert=_assert,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=torch.exp2, log2=torch.log2,
         sum=lambda x, axis: x.sum(axis), max=_max,
@@ -504,6 +505,10 @@ def _transpose(rows: Shared, columns: Shared, keys: int, warps: int) -> None:
     assert rows.shape[0] % keys == 0
     bits = rows.data.view(torch.uint8)[key_order(rows.shape[0])]
     columns.data.view(torch.uint8).copy_(bits.T)
+
+
+def _assert(condition: bool) -> None:
+    assert condition
 
 
 def _init(barrier: Barrier, count: int) -> None:

@@ -144,28 +144,20 @@ def test_nan_values_reach_just_the_rows_that_see_them(
 
 CONFIG = Config(
     CONSUMERS=3, BLOCK_N=128, STAGES=2, OVERLAP=True, SCHEDULE="dynamic", GROUP_MB=1,
-    STAGING="own", PING_PONG="done", LOADER_REGISTERS=24, LATE_RESCALE=True,
+    PV_PART=64, STAGING="own", PING_PONG="done", LOADER_REGISTERS=24,
 )  # fmt: skip
 # The last tile has rows of the first consumer alone; of the last key's NaN the second one clears.
 SHORT = dataclasses.replace(PROBLEM, seqlen_q=252, seqlen_k=372)
-CLEARING = """\
-    for i in range(c, PARTS, CONSUMERS):
-        some = some | clear_nan(parts.index(i), first_s.index(tile % 2 * PARTS + i), start, fresh)
-    put_wide(found_s.index(at * 4 + c), some)
-    mbarrier.arrive(cleaned.index(at))
-    mbarrier.wait(cleaned.index(at), (turn // 2) & 1)
-"""
 DEFECTS = {
     "keys are not waited for": ("    mbarrier.wait(k_full.index(stage), phase)\n", ""),
     "values are not waited for": (
-        "        mbarrier.wait(v_full.index(v_block % STAGES), v_phase)\n        acc = product",
-        "        acc = product",
+        "        mbarrier.wait(v_full.index(v_stage), v_phase)\n        new =", "        new =",
     ),
     "the ring is filled before it is free": (
         "            mbarrier.wait(free.index(stage), ((block // STAGES) & 1) ^ 1)\n", "",
     ),
     "a stage is never given back": (
-        "        mbarrier.arrive(free.index(stage))\n    packed =", "    packed =",
+        "        mbarrier.arrive(free.index(stage))\n        O_ROWS", "        O_ROWS",
     ),
     "scores are used too early": (
         "        s = warpgroup_mma_wait(1, deps=[s])",
@@ -196,8 +188,13 @@ DEFECTS = {
     "a phase is off": (
         "    phase = (block // STAGES) & 1\n", "    phase = ((block + 1) // STAGES) & 1\n",
     ),
-    "nobody waits for values to be cleared": (
-        CLEARING, "    __import__('time').sleep(0.02 * c)\n" + CLEARING.rpartition("    mb")[0],
+    "values are watched before they have landed": (
+        "mbarrier.wait(v_landed.index(watched % STAGES), (watched // STAGES) & 1)", "pass",
+    ),
+    "values that not every row sees aren't watched": ("if i <= masked:", "if i < masked:"),
+    "a factor of the sums is left out": (
+        "acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1) + new\n    packed",
+        "acc = acc + new\n    packed",
     ),
     "keys are permuted once too often": (
         "key = start + word // 4 * 16 + word % 4 * 2", "key = start + word * 4",
