@@ -117,6 +117,9 @@ def _attributes(function: Function, names: list[str]) -> dict[tuple[int], Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """The message on one line. Triton's holds the source first: its reason stands apart."""
+    """The innermost message on one line: of a function that calls the one with the error Triton
+    says only where. Its messages hold the source first: their reason stands apart."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
     text = getattr(error, "error_message", None) or str(error).strip() or type(error).__name__
     return " ".join(str(text).split())[-400:]

@@ -5,8 +5,9 @@ A plain module and not a template: there is nothing to search and no variant tha
 couldn't say, and Triton's own launcher specialises what it is given.
 
 A program takes one tile, ROWS rows of a head (all of a scale block, or of a shorter head). It holds
-it in registers in fp32, or takes it in pieces: then it reads a tile that it needs the maximum of
-twice, the second time from the caches. x is [batch, heads, seqlen, DIM] with any strides.
+it in registers in fp32, or takes it in pieces: then it reads all but one of a tile that it needs
+the maximum of twice, the second time from the caches. x is [batch, heads, seqlen, DIM] with any
+strides.
 """
 
 import triton
@@ -24,7 +25,8 @@ def quantize_rows(
     # out: as x, at any strides. `normal`: what a rotation leaves out, 1 without one.
     # ONE_PASS: the tile is all that a scale serves. Else the scale is that of the largest magnitude
     # that largest_magnitudes found: PER_HEAD one for `group` heads, or one for all of x.
-    # matrix: of mixed_64, [DIM, 64], where BY_PRODUCT. PIECE: rows that are held at once.
+    # matrix: what a row is multiplied by where BY_PRODUCT, [DIM, DIM]. PIECE: rows that are held at
+    # once.
     # The last tiles first: largest_magnitudes has just read them, they may still be in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     block = tile % blocks
@@ -32,24 +34,20 @@ def quantize_rows(
     start = block * ROWS
     from_ptr = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     to_ptr = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    dims = tl.arange(0, BLOCK_D)
     rows = start + tl.arange(0, PIECE)
-    if PIECE == ROWS:
+    before = ROWS - PIECE
+    # The last piece, or all of the tile, stays in x until the scale is known.
+    x = tl.zeros([PIECE, BLOCK_D], tl.float32)
+    amax = 0.0
+    for piece in range(0 if ONE_PASS else before, ROWS, PIECE):
         x = load_rows(
-            from_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, seed,
+            from_ptr, matrix_ptr, stride_s, stride_d, rows + piece, seqlen, seed,
             DIM, BLOCK_D, PIECE, STEPS, BY_PRODUCT,
         )  # fmt: skip
+        if ONE_PASS:
+            amax = tl.maximum(amax, largest_finite(x))
     if ONE_PASS:
-        if PIECE == ROWS:
-            amax = largest_finite(x)
-        else:
-            top = tl.zeros([PIECE], tl.float32)
-            for piece in range(0, ROWS, PIECE):
-                x = load_rows(
-                    from_ptr, matrix_ptr, stride_s, stride_d, rows + piece, seqlen, seed,
-                    DIM, BLOCK_D, PIECE, STEPS, BY_PRODUCT,
-                )  # fmt: skip
-                top = tl.maximum(top, tl.max(finite_magnitude(x), 1))
-            amax = tl.max(top)
         scale = scale_of(amax)
         tl.store(descale_ptr + tile, scale * normal)
     else:
@@ -57,17 +55,13 @@ def quantize_rows(
             descale_ptr, amax_ptr, normal, tile, batch, head, block, heads, group, PER_HEAD
         )
     inverse = tl.math.div_rn(1.0, scale)
-    dims = tl.arange(0, BLOCK_D)
-    for piece in range(0, ROWS, PIECE):
-        if PIECE < ROWS:
-            x = load_rows(
-                from_ptr, matrix_ptr, stride_s, stride_d, rows + piece, seqlen, seed,
-                DIM, BLOCK_D, PIECE, STEPS, BY_PRODUCT,
-            )  # fmt: skip
-        positions = rows + piece
-        at = positions.to(tl.int64)[:, None] * stride_os + dims.to(tl.int64)[None, :] * stride_od
-        there = (positions < seqlen)[:, None] & (dims < DIM)[None, :]
-        tl.store(to_ptr + at, to_e4m3(x, inverse), mask=there)
+    store_rows(to_ptr, stride_os, stride_od, rows + before, dims, seqlen, x, inverse, DIM)
+    for piece in range(0, before, PIECE):
+        x = load_rows(
+            from_ptr, matrix_ptr, stride_s, stride_d, rows + piece, seqlen, seed,
+            DIM, BLOCK_D, PIECE, STEPS, BY_PRODUCT,
+        )  # fmt: skip
+        store_rows(to_ptr, stride_os, stride_od, rows + piece, dims, seqlen, x, inverse, DIM)
 
 
 @triton.jit(do_not_specialize=["heads", "blocks"])
@@ -157,28 +151,12 @@ def load_rows(
     # x[rows] in fp32, zero outside of the tensor. With STEPS >= 0 as autoflash.rotation.mix has it:
     # each 2^STEPS neighbours of a row are mixed; BY_PRODUCT with sums in the order of the matrix
     # unit, else in that of mix.
+    dims = tl.arange(0, BLOCK_D)
+    x = read(x_ptr, stride_s, stride_d, rows, dims, seqlen, DIM)
     if BY_PRODUCT:
-        # 64 neighbours each by a product, then what these give by sums and differences.
-        if DIM == 64:
-            x = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 0)
-        elif DIM == 128:
-            a = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 0)
-            b = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 64)
-            x = tl.join(a + b, a - b).permute(0, 2, 1).reshape(ROWS, DIM)
-        else:
-            tl.static_assert(DIM == 256)
-            a = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 0)
-            b = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 64)
-            c = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 128)
-            d = mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, 192)
-            e, f, g, h = a + b, a - b, c + d, c - d
-            x = tl.join(tl.join(e + g, e - g), tl.join(f + h, f - h))
-            x = x.permute(0, 2, 3, 1).reshape(ROWS, DIM)
+        x = tl.dot(x, tl.load(matrix_ptr + dims[:, None] * DIM + dims[None, :]))
     else:
-        dims = tl.arange(0, BLOCK_D)
-        at = rows.to(tl.int64)[:, None] * stride_s + dims.to(tl.int64)[None, :] * stride_d
-        there = (rows < seqlen)[:, None] & (dims < DIM)[None, :]
-        x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+        x = x.to(tl.float32)
         if STEPS >= 0:
             x = x * sign_of(dims, seed)[None, :]
             sign = (1.0 - 2.0 * tl.arange(0, 2))[None, None, :, None]
@@ -194,14 +172,16 @@ def load_rows(
 
 
 @triton.jit
-def mixed_64(x_ptr, matrix_ptr, stride_s, stride_d, rows, seqlen, FIRST: tl.constexpr):
-    # x[rows, FIRST : FIRST + 64] times signs and the Hadamard matrix of 64, in fp32.
-    inner = tl.arange(0, 64)
-    dims = (FIRST + inner).to(tl.int64)
-    at = rows.to(tl.int64)[:, None] * stride_s + dims[None, :] * stride_d
-    x = tl.load(x_ptr + at, mask=(rows < seqlen)[:, None], other=0.0)
-    matrix = tl.load(matrix_ptr + (FIRST + inner)[:, None] * 64 + inner[None, :])
-    return tl.dot(x, matrix)
+def read(x_ptr, stride_s, stride_d, rows, dims, seqlen, DIM: tl.constexpr):
+    at = rows.to(tl.int64)[:, None] * stride_s + dims.to(tl.int64)[None, :] * stride_d
+    return tl.load(x_ptr + at, mask=(rows < seqlen)[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(to_ptr, stride_s, stride_d, rows, dims, seqlen, x, inverse, DIM: tl.constexpr):
+    at = rows.to(tl.int64)[:, None] * stride_s + dims.to(tl.int64)[None, :] * stride_d
+    there = (rows < seqlen)[:, None] & (dims < DIM)[None, :]
+    tl.store(to_ptr + at, to_e4m3(x, inverse), mask=there)
 
 
 @triton.jit

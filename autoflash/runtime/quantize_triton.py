@@ -21,14 +21,13 @@ from autoflash.runtime.quantize_kernels import (
 )
 from autoflash.target import current_target
 
-# Elements of a tile that a thread holds. With 64 registers a thread, two programs of 128 dims
-# fit on an SM of an H100, and one loads while the other one computes.
-_PER_THREAD = 32
-_REGISTERS = 64
+# Elements of a tile that a thread holds, and its registers: two programs of 128 dims fit on an SM
+# of an H100, and one loads while the other one computes. What is rotated by products is held by
+# half the threads: the same bytes are underway, and instructions are fewer.
+_PER_THREAD, _REGISTERS = 32, 64
+_BY_PRODUCT = 2
 # Elements of a tile that are held at once, of two programs an SM.
 _HELD = 16384
-# Dims that one product mixes (quantize_kernels.mixed_64).
-_MIXED = 64
 Constants = dict[str, int]
 
 
@@ -56,7 +55,7 @@ def quantize_into(
     amax = descale if one_pass else torch.zeros(shape, dtype=torch.int32, device=x.device)
     per_head = granularity == "head"
     mixing = rotation_constants(dim, seed is not None, multiplies_exactly(x))
-    by_product = mixing["BY_PRODUCT"]
+    by_product = bool(mixing["BY_PRODUCT"])
     # A kernel that doesn't read it takes any pointer.
     matrix = _matrix(dim, seed, x.dtype, x.device) if seed is not None and by_product else x
     sizes = (heads, blocks)
@@ -64,7 +63,7 @@ def quantize_into(
         if not one_pass:
             largest_magnitudes[grid](
                 x, amax, matrix, *x.stride(), seed or 0, *sizes, group, rows, **constants, **mixing,
-                PER_HEAD=per_head, **launch_options(tile, constants["BLOCK_D"]),
+                PER_HEAD=per_head, **launch_options(tile, constants["BLOCK_D"], by_product),
             )  # fmt: skip
         if is_transposed(out):
             words = out.mT.view(torch.int32)
@@ -80,7 +79,7 @@ def quantize_into(
             quantize_rows[grid](
                 x, out, descale, amax, matrix, *x.stride(), *out.stride(), normal, seed or 0,
                 *sizes, group, rows, **constants, **mixing, PIECE=piece, ONE_PASS=one_pass,
-                PER_HEAD=per_head, **launch_options(piece, constants["BLOCK_D"]),
+                PER_HEAD=per_head, **launch_options(piece, constants["BLOCK_D"], by_product),
             )  # fmt: skip
     return descale
 
@@ -100,12 +99,11 @@ def multiplies_exactly(x: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _matrix(dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Signs times the Hadamard matrix of 64, [dim, 64]: what each 64 dims are multiplied by. Copied
-    from memory that isn't pinned, so that it is there whichever stream reads it."""
-    hadamard = [[1 - 2 * ((i & j).bit_count() & 1) for j in range(_MIXED)] for i in range(_MIXED)]
+    """Signs times the Hadamard matrix, [dim, dim]. Copied from memory that isn't pinned, so that it
+    is there whichever stream reads it."""
+    hadamard = [[1 - 2 * ((i & j).bit_count() & 1) for j in range(dim)] for i in range(dim)]
     signed = [1 - 2 * flipped for flipped in signs(dim, seed)]
-    table = torch.tensor(hadamard).repeat(dim // _MIXED, 1) * torch.tensor(signed)[:, None]
-    return table.to(dtype).to(device)
+    return (torch.tensor(hadamard) * torch.tensor(signed)[:, None]).to(dtype).to(device)
 
 
 def tile_constants(dim: int, rows: int, granularity: str) -> Constants:
@@ -118,18 +116,21 @@ def tile_constants(dim: int, rows: int, granularity: str) -> Constants:
 
 
 def rotation_constants(dim: int, rotated: bool, exact: bool) -> Constants:
-    """The constexprs that say how it is rotated, by products where these are ``exact``."""
-    by_product = rotated and exact and dim in (64, 128, 256)
+    """The constexprs that say how it is rotated: by products where these are ``exact`` and it pays.
+
+    On an H200 that is 64 dims: of 128 and 256 their latency costs more than the shuffles do.
+    """
+    by_product = rotated and exact and dim == 64
     steps = rotated_together(dim).bit_length() - 1 if rotated and not by_product else -1
     return {"STEPS": steps, "BY_PRODUCT": by_product}
 
 
 def rows_piece(tile: Constants, mixing: Constants) -> int:
     """Rows that quantize_rows holds at once: all of a tile, or of a large one so few that programs
-    overlap, but no fewer than fill the matrix unit."""
-    if tile["ROWS"] * tile["BLOCK_D"] <= _HELD:
+    overlap, unless it had to be rotated twice then."""
+    if tile["ROWS"] * tile["BLOCK_D"] <= _HELD or mixing["STEPS"] >= 0:
         return tile["ROWS"]
-    return max(_HELD // 2 // tile["BLOCK_D"], 64 if mixing["BY_PRODUCT"] else 1)
+    return _HELD // 2 // tile["BLOCK_D"]
 
 
 def columns_piece(tile: Constants) -> int:
@@ -138,8 +139,11 @@ def columns_piece(tile: Constants) -> int:
     return tile["BLOCK_D"] if held_whole else _HELD // 2 // tile["ROWS"]
 
 
-def launch_options(rows: int, dims: int) -> dict[str, Any]:
+def launch_options(rows: int, dims: int, by_product: bool = False) -> dict[str, Any]:
     """Triton's options where ``rows`` x ``dims`` elements are held at once."""
-    warps = max(1, rows * dims // (32 * _PER_THREAD))
+    more = _BY_PRODUCT if by_product else 1
+    # However few the rows, a product's matrix is read whole; and Triton 3.6 loses words that one
+    # warp moves among its threads (quantize_columns of 16 keys).
+    warps = max(4, rows * dims // (32 * _PER_THREAD * more))
     # Programs overlap, pieces needn't.
-    return {"num_warps": warps, "num_stages": 1, "maxnreg": _REGISTERS}
+    return {"num_warps": warps, "num_stages": 1, "maxnreg": _REGISTERS * more}

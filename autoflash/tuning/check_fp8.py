@@ -68,8 +68,9 @@ def fp8_cases(problem: Problem, device: str = "cuda") -> list[Fp8Case]:
     all keys, in which too few bits show."""
     found = hard_inputs(_wide(problem), device, batch=min(problem.batch, 2))
     rows, keys = min(problem.seqlen_q, _LONG_Q), min(problem.seqlen_k, _LONG_K)
-    sizes = {"batch": 1, "heads": 2 * problem.group, "kv_heads": 2}
-    long = replace(_wide(problem), **sizes, seqlen_q=rows, seqlen_k=keys)
+    long = replace(
+        _wide(problem), batch=1, heads=2 * problem.group, kv_heads=2, seqlen_q=rows, seqlen_k=keys
+    )
     q, k, v = make_inputs(long, device, seed=3)
     found.append(("values with a mean", long, (q, k, v + 2)))
     fields = {name: getattr(problem, name) for name in ("dtype", *FP8_FIELDS)}

@@ -30,7 +30,7 @@ def same(
     for name in NAMES:
         got, expected = getattr(found, name).cpu(), getattr(want, name)
         assert got.stride() == expected.stride()
-        near = by_product and name[0] != "v" and want.q.shape[-1] in (64, 128, 256)
+        near = by_product and name[0] != "v" and want.q.shape[-1] == 64
         if expected.dtype == torch.float8_e4m3fn:
             got, expected = got.view(torch.uint8), expected.view(torch.uint8)
             if near:
@@ -38,7 +38,8 @@ def same(
                 assert (got != expected).sum() <= 1e-3 * got.numel(), name
                 assert (place(got) - place(expected)).abs().max() <= 1, name
         elif near:
-            torch.testing.assert_close(got, expected, rtol=2**-22, atol=0.0)
+            # Each of 64 numbers may lose a unit of the last place of the largest.
+            torch.testing.assert_close(got, expected, rtol=2**-18, atol=0.0)
         if not near:
             assert torch.equal(got, expected), name
 

@@ -26,18 +26,18 @@ KINDS = {"out_ptr": "*fp8e4nv", "descale_ptr": "*fp32", "amax_ptr": "*i32", "nor
 
 
 def compiled(function, dim, granularity, *, rotated=False, permuted=False, dtype="bf16",
-             target="h200"):  # fmt: skip
+             target="h200", rows=4096):  # fmt: skip
     """The binary for dense, aligned tensors, specialised as Triton's launcher does it."""
     code = getattr(quantize_kernels, function)
     names = list(code.arg_names)
-    tile = tile_constants(dim, 4096, granularity)
+    tile = tile_constants(dim, rows, granularity)
     mixing = rotation_constants(dim, rotated, dtype != "fp32" and target == "h200")
     held = {
         "quantize_rows": (rows_piece(tile, mixing), tile["BLOCK_D"]),
         "quantize_columns": (tile["ROWS"], columns_piece(tile)),
         "largest_magnitudes": (tile["ROWS"], tile["BLOCK_D"]),
     }[function]
-    options = launch_options(*held)
+    options = launch_options(*held, by_product=bool(mixing["BY_PRODUCT"]))
     constants = tile | mixing | {
         "PIECE": held[1] if function == "quantize_columns" else held[0],
         "PER_HEAD": granularity == "head", "ONE_PASS": granularity == "block",
@@ -59,6 +59,7 @@ def compiled(function, dim, granularity, *, rotated=False, permuted=False, dtype
     threads = 32 * options["num_warps"]
     return SimpleNamespace(
         resources=resources_of(binary), threads=threads, elements=held[0] * held[1] // threads,
+        by_product=mixing["BY_PRODUCT"],
         ptx=binary.asm["ptx"], converted=binary.asm["ttgir"].count("convert_layout"),
     )  # fmt: skip
 
@@ -78,10 +79,13 @@ def test_two_programs_fit_and_nothing_spills(dim, granularity, form):
         "quantize_rows" if by_rows else "quantize_columns", dim, granularity,
         rotated=form == "rotated", permuted=form == "permuted",
     )  # fmt: skip
-    assert found.resources.registers <= 64
-    assert found.resources.spills == 0
-    assert found.elements == 32
-    assert found.resources.blocks_per_sm(found.threads, NAMED_TARGETS["h200"]) >= 2
+    assert found.resources.registers <= (128 if found.by_product else 64)
+    assert found.resources.spills <= (TOLERABLE if form == "rotated" else 0)
+    assert found.elements == (64 if found.by_product else 32)
+    # What is mixed by shuffles is held whole, lest it be mixed twice.
+    whole = form == "rotated" and granularity == "block" and dim > 128
+    blocks = found.resources.blocks_per_sm(found.threads, NAMED_TARGETS["h200"])
+    assert blocks == 1 if whole else blocks >= 2
     # 16 bytes at a time; of 32 elements in fp8 there are two.
     assert max(widths(found.ptx, "ld")) == 16
     assert max(widths(found.ptx, "st")) == 16
@@ -91,11 +95,18 @@ def test_two_programs_fit_and_nothing_spills(dim, granularity, form):
         assert found.resources.shared_bytes <= 128
 
 
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_few_rows_share_the_reading_of_a_matrix(granularity):
+    found = compiled("quantize_rows", 64, granularity, rotated=True, rows=1)
+    assert found.threads == 128
+    assert found.resources.spills == 0
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("rotated", [False, True])
 def test_the_first_pass(dim, rotated):
     found = compiled("largest_magnitudes", dim, "tensor", rotated=rotated)
-    assert found.resources.registers <= 64
+    assert found.resources.registers <= (128 if found.by_product else 64)
     assert found.resources.spills <= TOLERABLE
     assert max(widths(found.ptx, "ld")) == 16
     assert found.converted == 0

@@ -1,6 +1,5 @@
 """What the backward's dispatch allocates, copies and launches; CPU tensors stand in for a GPU's."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import TENSORS
 from autoflash.runtime import dispatch, dispatch_bwd
 from autoflash.runtime.dispatch_bwd import attention_bwd
-from autoflash.target import named_target
+from tests.runtime.stand_in import Unloaded, gpu_in, note_empty
 
 NAMES = (*TENSORS["bwd"], "statistics")
 
@@ -30,16 +29,10 @@ def gpu(monkeypatch):
     def launcher_for(problem, target, access, device):
         seen.asked.append((problem, access))
         choice = SimpleNamespace(tunable=False, passing=False)
-        return SimpleNamespace(kernel=KERNELS["flash_bwd"], bind=bind), choice
+        return Unloaded(KERNELS["flash_bwd"], bind), choice
 
-    monkeypatch.setattr(dispatch_bwd, "launcher_for", launcher_for)
-    monkeypatch.setattr(dispatch_bwd, "current_target", lambda device: named_target("h100"))
-    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    dispatch.forget()
-    yield seen
-    dispatch.forget()
+    with gpu_in([dispatch_bwd], launcher_for, monkeypatch):
+        yield seen
 
 
 def inputs_of(rows=10, keys=12, dim_v=16):
@@ -55,17 +48,18 @@ def run(inputs, need_dq=True, need_dkv=True):
     return attention_bwd(*inputs.values(), 0.5, True, False, False, need_dq, need_dkv)
 
 
-def test_addresses_go_by_name(gpu):
+def test_addresses_go_by_name(gpu, monkeypatch):
     inputs = inputs_of()
     inputs["dlse"] = torch.zeros(2, 4, 10)
+    made = note_empty(monkeypatch)
     grads = run(inputs)
     ((stream, addresses),) = gpu.launches
     assert stream == 7
+    (statistics,) = made
+    assert (statistics.shape, statistics.dtype) == ((2, 4, 10, 4), torch.float32)
     expected = {**inputs, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-    assert addresses == {n: x.data_ptr() for n, x in expected.items()} | {
-        "statistics": addresses["statistics"]
-    }
-    assert addresses["statistics"]
+    expected["statistics"] = statistics
+    assert addresses == {n: x.data_ptr() for n, x in expected.items()}
     ((problem, access),) = gpu.asked
     assert (problem.op, problem.seqlen_q, problem.seqlen_k, problem.causal) == ("bwd", 10, 12, True)
     assert access.aligned

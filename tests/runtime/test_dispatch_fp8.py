@@ -1,6 +1,5 @@
 """What an fp8 call hands to its kernel, without a GPU: problem, strides, flags and addresses."""
 
-import contextlib
 import dataclasses
 import math
 
@@ -12,15 +11,14 @@ from autoflash import ops
 from autoflash.dtypes import FP8
 from autoflash.errors import InvalidInputError, UnsupportedError
 from autoflash.kernels import KERNELS
-from autoflash.kernels.kernel import TENSORS
+from autoflash.kernels.kernel import TENSORS, Scratch
 from autoflash.problem import Problem
-from autoflash.runtime import dispatch, dispatch_fp8
+from autoflash.runtime import dispatch_fp8
 from autoflash.runtime.choose import Choice
 from autoflash.runtime.inputs_fp8 import Operands
-from autoflash.target import named_target
+from tests.runtime.stand_in import Unloaded, gpu_in, note_empty
 
 KERNEL = KERNELS["flash_fwd_fp8"]
-H100 = named_target("h100")
 
 
 class Launched(list):
@@ -34,27 +32,18 @@ class Launched(list):
 def launched(monkeypatch):
     found = Launched()
 
-    class Stub:
-        kernel = KERNEL
-
-        def bind(self, call):
-            found[-1] = (*found[-1], call)
-            return lambda stream, addresses: None
+    def bind(call):
+        found[-1] = (*found[-1], call)
+        return lambda stream, addresses: found.addresses.append(addresses)
 
     def launcher_for(problem, target, access, device):
         config = KERNEL.default(problem, target)
         found.append((problem, access))
-        return Stub(), Choice(kernel=KERNEL, config=config, how="tuned", layer="user", why="")
+        choice = Choice(kernel=KERNEL, config=config, how="tuned", layer="user", why="")
+        return Unloaded(KERNEL, bind), choice
 
-    monkeypatch.setattr(dispatch_fp8, "launcher_for", launcher_for)
-    monkeypatch.setattr(dispatch_fp8, "current_target", lambda device: H100)
-    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        dispatch_fp8, "launch", lambda run, device, addresses: found.addresses.append(addresses)
-    )
-    dispatch.forget()
-    yield found
-    dispatch.forget()
+    with gpu_in([dispatch_fp8], launcher_for, monkeypatch):
+        yield found
 
 
 def given(granularity="block", v_layout="columns", bshd=False, **changes):
@@ -132,6 +121,30 @@ def test_a_descale_that_is_left_out_has_no_address(launched):
     ((*_, lse, q_scale, k_scale, v_scale),) = launched.addresses
     assert (lse, k_scale) == (0, 0)
     assert (q_scale, v_scale) == (operands.q_descale.data_ptr(), operands.v_descale.data_ptr())
+
+
+def test_scratch_lies_behind_the_descales(launched, monkeypatch):
+    asked = []
+
+    def scratch(kernel, problem):
+        asked.append(problem)
+        return (
+            Scratch(name="sums", shape=(2, 6, problem.seqlen_q), dtype="float32"),
+            Scratch(name="turned", shape=(2, 16, 304), dtype=FP8),
+        )
+
+    monkeypatch.setattr(type(KERNEL), "scratch", scratch)
+    operands = given()
+    made = note_empty(monkeypatch)
+    for _ in range(2):
+        dispatch_fp8.attention_fwd_fp8(operands, 0.5, True, False, False)
+    # A plan remembers them; each call has its own.
+    assert asked == [PROBLEM]
+    shapes = [((2, 6, 150), torch.float32), ((2, 16, 304), torch.float8_e4m3fn)]
+    assert [(x.shape, x.dtype) for x in made] == 2 * shapes
+    descales = tuple(x.data_ptr() for x in operands[3:6])
+    for (sums, turned), addresses in zip((made[:2], made[2:]), launched.addresses, strict=True):
+        assert addresses[5:] == (*descales, sums.data_ptr(), turned.data_ptr())
 
 
 def test_the_finest_granularity_names_the_problem(launched):

@@ -2,7 +2,6 @@
 
 CPU tensors stand in for a GPU's, and functions for what would launch."""
 
-import contextlib
 import json
 import logging
 import os
@@ -24,8 +23,9 @@ from autoflash.runtime.dispatch_bwd import attention_bwd
 from autoflash.settings import settings
 from autoflash.store.missed import missed_path, read
 from autoflash.target import named_target
+from tests.runtime.stand_in import H100, Unloaded, gpu_in
 
-H100, H200 = named_target("h100"), named_target("h200")
+H200 = named_target("h200")
 FWD = Problem(
     batch=2, heads=4, kv_heads=2, seqlen_q=10, seqlen_k=12, head_dim=32, head_dim_v=16,
     dtype="float16", causal=True,
@@ -162,17 +162,10 @@ def gpu(monkeypatch):
 
     def launcher_for(problem, target, access, device):
         kernel = KERNELS[f"flash_{problem.op}"]
-        return SimpleNamespace(kernel=kernel, bind=lambda call: bound), choice(gpu.how, problem.op)
+        return Unloaded(kernel, lambda call: bound), choice(gpu.how, problem.op)
 
-    for module in (dispatch, dispatch_bwd):
-        monkeypatch.setattr(module, "launcher_for", launcher_for)
-        monkeypatch.setattr(module, "current_target", lambda device: H100)
-    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    dispatch.forget()
-    yield gpu
-    dispatch.forget()
+    with gpu_in([dispatch, dispatch_bwd], launcher_for, monkeypatch):
+        yield gpu
 
 
 def half(*shape):
