@@ -193,7 +193,7 @@ class FlashFwdFp8Ws(Kernel):
         }
         turn = ["v is transposed first, by a function of its own"]
         return (turn if problem.v_layout == "rows" else []) + [
-            f"1 warp loads, 1 looks for NaN, with {config['LOADER_REGISTERS']} registers a thread",
+            f"1 warp loads, 2 look for NaN, with {config['LOADER_REGISTERS']} registers a thread",
             f"{config['CONSUMERS']} consumers of 4 warps and {ROWS} rows, "
             f"{consumer_registers(config)} registers",
             f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys; P v {order}",
@@ -237,8 +237,8 @@ _SIZES = (
 )  # fmt: skip
 # By padded head dim.
 _HOPPER: dict[int, dict[str, Any]] = {
-    64: {"CONSUMERS": 3, "OVERLAP": True, "PING_PONG": "none"},
-    128: {"CONSUMERS": 3, "OVERLAP": False, "PING_PONG": "none"},
+    64: {"CONSUMERS": 3, "OVERLAP": False, "PING_PONG": "done"},
+    128: {"CONSUMERS": 3, "OVERLAP": False, "PING_PONG": "done"},
     256: {"CONSUMERS": 2, "OVERLAP": False, "PING_PONG": "none", "STAGES": 2},
 }
 # What defaults() changes, in this order.

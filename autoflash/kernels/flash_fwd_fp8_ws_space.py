@@ -30,9 +30,7 @@ def registers_needed(config: Config, problem: Problem) -> int:
     """Registers that a consumer's thread needs: its accumulator, scores or packed probabilities and
     their product with v, and what lives beside them."""
     scores = config.integer("BLOCK_N") // 2
-    # Of four parts two are under way.
-    part = pv_part(config, problem)
-    product = scores // 4 + (part if 4 * part == block_dv(problem) else part // 2)
+    product = scores // 4 + pv_part(config, problem) // 2
     beside = scores + product if config["OVERLAP"] else max(scores, product)
     return block_dv(problem) // 2 + beside + _OTHER_REGISTERS
 
@@ -85,6 +83,8 @@ def _fills_ring(config: Config, problem: Problem, target: Target) -> str | None:
 def _divides_product(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     columns, part = block_dv(problem), pv_part(config, problem)
+    if columns > 2 * part:
+        return f"PV_PART={part}: {columns} columns are more than two parts"
     if config["OVERLAP"] and part < columns:
         return f"PV_PART={part}: what overlaps is the product of all {columns} columns"
     return None

@@ -5,7 +5,7 @@
 log-sum-exp of each row, where q, k and v stand for numbers times their descales.
 
 One warp loads: queries once per tile, then keys and values through a ring of STAGES buffers (TMA,
-mbarriers). Another one looks for NaN in values that not every row sees, and clears them. CONSUMERS
+mbarriers). Two look for NaN in values that not every row sees, and clear them. CONSUMERS
 warpgroups compute 64 query rows each, from the last keys to the first. The matrix unit reads v
 transposed, its keys in the order in which a thread holds probabilities; the products of each block are
 added up in fp32, since the matrix unit's own sums of e4m3 have 14 bits.
@@ -29,6 +29,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # Gluon's names of the two bulk copies, before and from Triton 3.9 on.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Shared memory seen as another type and shape: the method's name, before and from Triton 3.9 on.
+_descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -584,57 +588,57 @@ def operand_e4m3(packed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def take_alone(slot):
-    # The number in a slot, by one warp.
-    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+def by_two(slot):
+    # The number in a slot of shared memory, by two warps.
+    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [2], [0])), 0)
 
 
 @gluon.jit
 def hear_row(mail, mail_full, mail_empty, turn):
-    # By one warp: whether there is a turn-th tile, and its first row.
+    # By two warps: whether there is a turn-th tile, and its first row.
     at = turn % 2
     mbarrier.wait(mail_full.index(at), (turn // 2) & 1)
-    more = take_alone(mail.index(4 * at))
-    row = take_alone(mail.index(4 * at + 1))
+    more = by_two(mail.index(4 * at))
+    row = by_two(mail.index(4 * at + 1))
     mbarrier.arrive(mail_empty.index(at))
     return more, row
 
 
 @gluon.jit
-def nan_bytes(words):
-    # Ones where a byte is NaN: all bits but its sign are ones.
-    return (((words & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
+def over_nan(words):
+    # Bit 7 of each byte that is NaN: all bits but its sign are ones.
+    return (words & 0x7F7F7F7F) + 0x01010101
 
 
 @gluon.jit
-def clear_nan(v, firsts, stage, start):
-    # By one warp: zeros in place of NaN in a block of v, since 0 * NaN would reach rows that don't see
-    # that key. Returns whether there was NaN, and if so leaves the first such key of each dim in `stage`
-    # of `firsts`, counted from `start` keys before the block, else 2^15 - 1.
-    PARTS: gl.constexpr = v.shape[0] // 8
+def clear_nan(v, found, firsts, stage, start):
+    # By two warps: zeros in place of NaN in a block of v, since 0 * NaN would reach rows that don't see
+    # that key. Leaves in `found` whether there was NaN, and if so the first such key of each dim in
+    # `stage` of `firsts`, counted from `start` keys before the block, else 2^15 - 1.
+    PARTS: gl.constexpr = v.shape[0] // 16
     WORDS: gl.constexpr = v.shape[1] // 4
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [1, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WORDS, WORDS // 4], [2, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(v.shape[1], 32, 2)
-    parts = v._reinterpret(gl.int32, [PARTS, 8, WORDS], SHARED)
-    found = gl.zeros([8, WORDS], gl.int32, LAYOUT)
-    for i in range(PARTS):
-        found = found | nan_bytes(parts.index(i).load(LAYOUT))
-    some = gl.max(gl.max(found, 1), 0)
+    parts = reinterpret(v, gl.int32, [PARTS, 16, WORDS], SHARED)
+    any_nan = gl.zeros([16, WORDS], gl.int32, LAYOUT)
+    for i in gl.static_range(PARTS):
+        any_nan = any_nan | over_nan(parts.index(i).load(LAYOUT))
+    some = gl.max(gl.max((any_nan >> 7) & 0x01010101, 1), 0)
     if some != 0:
         # Byte 2g + e of word 4a + q is key 16a + 8g + 2q + e (autoflash.fp8.key_order).
         word = gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT)), 0)
         key = start + word // 4 * 16 + word % 4 * 2
-        for i in range(PARTS):
-            words = parts.index(i).load(LAYOUT)
-            nan = nan_bytes(words)
-            parts.index(i).store(words & ~(nan * 255))
+        for n in range(PARTS):
+            words = parts.index(n).load(LAYOUT)
+            nan = (over_nan(words) >> 7) & 0x01010101
+            parts.index(n).store(words & ~(nan * 255))
             last = gl.where((nan & 0x01000000) != 0, key + 9, 0x7FFF)
             later = gl.where((nan & 0x00010000) != 0, key + 8, last)
             soon = gl.where((nan & 0x00000100) != 0, key + 1, later)
             first = gl.min(gl.where((nan & 1) != 0, key, soon), 1)
-            firsts.index(stage * PARTS + i).store(first.to(gl.int16))
+            firsts.index(stage * PARTS + n).store(first.to(gl.int16))
         fence_async_shared()
-    return some
+    found.store(gl.full([1], some, gl.int32, gl.BlockedLayout([1], [32], [2], [0])))
 
 
 @gluon.jit
@@ -643,10 +647,10 @@ def note_nan(some, stage, found_s, firsts, own_s, DIMS: gl.constexpr):
     # first such key of each dim in all blocks of this tile, `some` saying whether there was one before.
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    STAGES: gl.constexpr = firsts.shape[0] * 8 // DIMS
+    STAGES: gl.constexpr = firsts.shape[0] * 16 // DIMS
     found = take(found_s.index(stage))
     if found != 0:
-        first = firsts._reinterpret(gl.int16, [STAGES, DIMS], PLAIN).index(stage).load(LAYOUT)
+        first = reinterpret(firsts, gl.int16, [STAGES, DIMS], PLAIN).index(stage).load(LAYOUT)
         if some != 0:
             first = gl.minimum(first, own_s.load(LAYOUT))
         own_s.store(first)
@@ -685,13 +689,13 @@ def start_product(packed, v, LAYOUT: gl.constexpr):
 def add_product(acc, alpha, packed, v, PART: gl.constexpr):
     # acc * alpha + p v, PART columns at a time: as many more registers are there.
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    WHOLE: gl.constexpr = acc.type.layout
     factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
     if PART == v.shape[0]:
         new, _p = warpgroup_mma_wait(0, deps=[start_product(packed, v, LAYOUT), packed])
         acc = acc * factor + new
     else:
         gl.static_assert(2 * PART == v.shape[0])
-        WHOLE: gl.constexpr = acc.type.layout
         left, right = halves(acc)
         left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
         right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
@@ -777,7 +781,7 @@ def load(
 @gluon.jit
 def watch(v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, found_s, firsts, seqlen_q, seqlen_k, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr):
-    # The watcher's part: one warp, through which values pass that not every row sees.
+    # The watcher's part: two warps, through which values pass that not every row sees.
     turn = 0
     block = 0
     watched = 0
@@ -787,8 +791,9 @@ def watch(v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full,
         for i in range(masked):
             stage = (block + i) % STAGES
             mbarrier.wait(v_landed.index(watched % STAGES), (watched // STAGES) & 1)
-            some = clear_nan(matrix(v_s.index(stage)), firsts, stage, (masked - 1 - i) * BLOCK_N)
-            put(found_s.index(stage), some)
+            clear_nan(
+                matrix(v_s.index(stage)), found_s.index(stage), firsts, stage, (masked - 1 - i) * BLOCK_N
+            )
             mbarrier.arrive(v_full.index(stage))
             watched += 1
         block += blocks
@@ -828,6 +833,8 @@ def step(
     # softmax. acc, which lacks the factor alpha then, is in units of v's descale `unit`. MASKED: rows
     # don't see all keys of the block, nor of the one whose P v this is.
     BLOCK_N: gl.constexpr = k_s.shape[3]
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     stage = block % STAGES
     phase = (block // STAGES) & 1
     scale = scale_log2
@@ -849,7 +856,7 @@ def step(
     s = scores(q, matrix(k_s.index(stage)), zero)
     if OVERLAP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        new = start_product(packed, v, acc.type.layout)
+        new = start_product(packed, v, O_LAYOUT)
         s = warpgroup_mma_wait(1, deps=[s])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
@@ -869,7 +876,6 @@ def step(
         if MASKED:
             some = note_nan(some, v_stage, found_s, firsts, own_s, acc.shape[1])
         mbarrier.arrive(free.index(stage))
-        O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1) + new
     packed = pack_e4m3(p)
     if not OVERLAP:
@@ -1127,7 +1133,7 @@ def flash_fwd_fp8_ws(
     # the latter of each consumer's tile, too.
     found_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     firsts = gl.allocate_shared_memory(
-        gl.int16, [STAGES * BLOCK_DV // 8, 8], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int16, [STAGES * BLOCK_DV // 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     own_s = gl.allocate_shared_memory(
         gl.int16, [CONSUMERS, BLOCK_DV], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -1159,7 +1165,7 @@ def flash_fwd_fp8_ws(
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
             )),
             (watch, (v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, found_s, firsts, seqlen_q, seqlen_k, CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL)),
-        ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
+        ], [4, 1, 2], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
     if CONSUMERS == 3:
         gl.warp_specialize([
             (consume_0, (
@@ -1195,7 +1201,7 @@ def flash_fwd_fp8_ws(
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
             )),
             (watch, (v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty, found_s, firsts, seqlen_q, seqlen_k, CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL)),
-        ], [4, 4, 1, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
+        ], [4, 4, 1, 2], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])
 
 
 CONSTEXPRS = {'CONSUMERS': 3,

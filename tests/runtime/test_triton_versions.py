@@ -1,4 +1,4 @@
-"""Each Triton that we claim to work with compiles both kernels, in a process of its own.
+"""Each Triton that we claim to work with compiles the kernels, in a process of its own.
 
 The installed version always runs. The others are fetched from the package index, once, into a cache
 folder (AUTOFLASH_TEST_TRITON_DIR names another; <folder>/<version>/triton). Where they can't be had
@@ -30,6 +30,7 @@ from autoflash.kernels import KERNELS
 from autoflash.kernels.kernel import ALIGNED
 from autoflash.problem import Problem
 from autoflash.runtime.compiler import compile_config
+from autoflash.space import Config
 from autoflash.target import named_target
 from autoflash.tuning.ptxas import why_serialized
 from autoflash.tuning.resources import Resources, resources_of
@@ -44,14 +45,20 @@ for name, others in (
     ("flash_fwd_ws", {"head_dim": 256, "kv_heads": 2, "seqlen_q": 16, "causal": True}),
     ("flash_fwd_fp8", {"head_dim": 128, "dtype": "fp8", "scales": "block", "v_layout": "permuted"}),
     ("flash_fwd_fp8", {"head_dim": 64, "kv_dtype": "fp8", "causal": True}),
+    ("flash_fwd_fp8_ws", {"head_dim": 128, "dtype": "fp8", "scales": "block", "causal": True}),
+    (
+        "flash_fwd_fp8_ws",
+        {"head_dim": 64, "dtype": "fp8", "v_layout": "permuted", "config": {"OVERLAP": True}},
+    ),
     ("flash_bwd", {"head_dim": 128, "kv_heads": 2, "causal": True, "op": "bwd"}),
     ("flash_bwd_ws", {"head_dim": 64, "causal": True, "op": "bwd"}),
     ("flash_bwd_ws", {"head_dim": 128, "dtype": "float16", "op": "bwd"}),
     ("flash_bwd_split", {"head_dim": 128, "op": "bwd"}),
     ("flash_bwd_split", {"head_dim": 256, "causal": True, "op": "bwd"}),
 ):
+    changes = others.pop("config", {})
     kernel, problem = KERNELS[name], Problem.parse(fields | others)
-    config = kernel.default(problem, h100)
+    config = Config(**{**kernel.default(problem, h100), **changes})
     compiled = compile_config(kernel, problem, config, ALIGNED, h100)
     resources = Resources.most(map(resources_of, compiled))
     reasons = [resources.why_not(h100)]
