@@ -9,6 +9,7 @@ Inputs (bf16, batch 1, no mask):
   normal    N(0, 1)
   paper     N(0, 1) + N(0, 10^2) in 0.1 % of the entries: FlashAttention-3's (section 4.3)
   outliers  N(0, 1), 0.1 % of the entries times 50
+  mean      normal, but v has a mean of 2: sums of many numbers of one sign
   peaked    normal, but the first row of each 128 is four times a key of its own, which takes all
             of its weight; only these rows are compared
 All of q, k and v have outliers. Compared are --rows rows of each head, in whole blocks of 128 drawn
@@ -111,6 +112,11 @@ def outliers(shape: tuple[int, ...], generator: torch.Generator) -> Iterator[Ten
         yield torch.where(torch.rand(shape, generator=generator) < 0.001, 50 * x, x)
 
 
+def mean(shape: tuple[int, ...], generator: torch.Generator) -> Iterator[Tensor]:
+    q, k, v = normal(shape, generator)
+    return iter((q, k, v + 2))
+
+
 def peaked(shape: tuple[int, ...], generator: torch.Generator) -> Iterator[Tensor]:
     q, k, v = normal(shape, generator)
     keys = torch.randperm(shape[2], generator=generator)[: shape[2] // SCALE_BLOCK]
@@ -118,7 +124,9 @@ def peaked(shape: tuple[int, ...], generator: torch.Generator) -> Iterator[Tenso
     return iter((q, k, v))
 
 
-INPUTS = {"normal": normal, "paper": paper, "outliers": outliers, "peaked": peaked}
+INPUTS = {
+    "normal": normal, "paper": paper, "outliers": outliers, "mean": mean, "peaked": peaked
+}  # fmt: skip
 
 
 def bf16(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
