@@ -10,6 +10,13 @@ from autoflash.runtime import dispatch
 from tests.gpu.support import any_config_of
 
 
+def pytest_configure() -> None:
+    """Processes side by side share the cores, where torch on the CPU says what is right."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
 @pytest.fixture(params=["served", "flash_fwd", "flash_fwd_ws"])
 def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """attention runs what is served, then any config of one kernel where that can run, with a seed
