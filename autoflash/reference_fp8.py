@@ -120,7 +120,7 @@ def fp8_allowance(
 def lse_allowance(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
     """What score_noise explains of an error of the LSE, [B, H, Sq]: its mean, weighted by P."""
     p, _ = _probabilities(q, k, causal, scale)
-    return (p * score_noise(q, k, scale=scale).nan_to_num(0.0)).sum(-1)
+    return (p * score_noise(q, k, scale=scale)).sum(-1)
 
 
 def score_noise(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
@@ -130,13 +130,15 @@ def score_noise(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
     largest, and drop what then lies below its 2^-13 (the 14 bits of DeepSeek-V3's report, section
     3.5.2): of D + D / 32 numbers up to one unit each, towards zero, so with a sign that is as good
     as chance. That is four standard deviations, in units of the score or of the root of the
-    products' squares, whichever is larger.
+    products' squares, whichever is larger. 0 where the score is NaN: rows that don't see it aren't
+    the worse for it.
     """
     dim = q.shape[3]
     sums = per_kv_head(q, k.transpose(-1, -2)).abs()
     sizes = per_kv_head(q.square(), k.square().transpose(-1, -2)).sqrt()
     dropped = dim + math.ceil(dim / _ADDED_AT_ONCE)
-    return 4 * math.sqrt(dropped / 3) * 2.0**-_KEPT_BITS * scale * torch.maximum(sums, sizes)
+    units = torch.maximum(sums, sizes).nan_to_num(0.0)
+    return 4 * math.sqrt(dropped / 3) * 2.0**-_KEPT_BITS * scale * units
 
 
 def hopper_product(x: Tensor, y: Tensor) -> Tensor:
