@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from autoflash.runtime.inputs_fp8 import (
 from autoflash.runtime.missed import counted
 from autoflash.runtime.scales import scale_strides
 from autoflash.target import current_target
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
