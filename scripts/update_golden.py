@@ -194,27 +194,28 @@ _FP8_HOPPER_CONFIG = Config(
     CONSUMERS=3,
     BLOCK_N=128,
     STAGES=3,
-    OVERLAP=False,
+    Q_IN_REGISTERS=False,
     PV_PART=128,
     SCHEDULE="dynamic",
     GROUP_MB=16,
     STAGING="own",
     PING_PONG="none",
     LOADER_REGISTERS=24,
+    EXP2_BY_FMA=0,
 )
 
 FP8_HOPPER_CASES: Cases = (
     (_problem(FP8, 128, 128, causal=False, scales="head", v_layout="permuted"), {}),
     (
         _problem(FP8, 256, 256, causal=True, scales="block"),
-        {"CONSUMERS": 2, "STAGES": 2, "SCHEDULE": "persistent"},
+        {"CONSUMERS": 2, "STAGES": 2, "SCHEDULE": "persistent", "EXP2_BY_FMA": 8},
     ),
     (
         _problem(
             FP8, 64, 48, causal=True, scales="tensor", v_layout="permuted", out_dtype="float16"
         ),
         {
-            "OVERLAP": True,
+            "Q_IN_REGISTERS": True,
             "PV_PART": 64,
             "STAGING": "direct",
             "SCHEDULE": "grid",

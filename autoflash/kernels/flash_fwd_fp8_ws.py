@@ -141,10 +141,11 @@ class FlashFwdFp8Ws(Kernel):
                 "BLOCK_DV": block_dv(problem),
                 "HEAD_DIM_V": problem.head_dim_v,
                 "CAUSAL": problem.causal,
-                "OVERLAP": config["OVERLAP"],
+                "Q_IN_REGISTERS": config["Q_IN_REGISTERS"],
                 "PV_PART": pv_part(config, problem),
                 "PING_PONG": config["PING_PONG"],
                 "STAGING": config["STAGING"],
+                "EXP2_BY_FMA": config["EXP2_BY_FMA"],
                 "BLOCK_SCALES": problem.scales == "block",
                 "CONSUMER_REGISTERS": consumer_registers(config),
                 "LOADER_REGISTERS": config["LOADER_REGISTERS"],
@@ -184,8 +185,7 @@ class FlashFwdFp8Ws(Kernel):
     def pipeline(self, problem: Problem, config: Config) -> list[str]:
         parts = {name: size for name, size in shared_parts(config, problem).items() if size}
         shared = ", ".join(f"{name} {size / 1024:g} KiB" for name, size in parts.items())
-        order = "during the next softmax" if config["OVERLAP"] else "right after the softmax"
-        order += ", consumers in turns" if config["PING_PONG"] != "none" else ""
+        order = ", consumers in turns" if config["PING_PONG"] != "none" else ""
         staging = {
             "own": "through a place of its own",
             "half": "by halves through a place of its own",
@@ -196,7 +196,7 @@ class FlashFwdFp8Ws(Kernel):
             f"1 warp loads, 2 look for NaN, with {config['LOADER_REGISTERS']} registers a thread",
             f"{config['CONSUMERS']} consumers of 4 warps and {ROWS} rows, "
             f"{consumer_registers(config)} registers",
-            f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys; P v {order}",
+            f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys{order}",
             f"tiles by {config['SCHEDULE']} schedule; out {staging[str(config['STAGING'])]}",
             f"shared memory: {shared}",
         ]
@@ -210,6 +210,8 @@ class FlashFwdFp8Ws(Kernel):
             "PV_PART": min(128, block_dv(problem)),
             "STAGING": "own",
             "LOADER_REGISTERS": 24,
+            "Q_IN_REGISTERS": block_d(problem) <= 64 and not problem.causal,
+            "EXP2_BY_FMA": 0,
             **_HOPPER[max(block_d(problem), block_dv(problem))],
         }
         tries = []
@@ -237,9 +239,15 @@ _SIZES = (
 )  # fmt: skip
 # By padded head dim.
 _HOPPER: dict[int, dict[str, Any]] = {
-    64: {"CONSUMERS": 3, "OVERLAP": False, "PING_PONG": "done"},
-    128: {"CONSUMERS": 3, "OVERLAP": False, "PING_PONG": "done"},
-    256: {"CONSUMERS": 2, "OVERLAP": False, "PING_PONG": "none", "STAGES": 2},
+    64: {"CONSUMERS": 3, "PING_PONG": "done"},
+    128: {"CONSUMERS": 3, "PING_PONG": "done"},
+    256: {
+        "CONSUMERS": 2,
+        "PING_PONG": "none",
+        "STAGES": 2,
+        "STAGING": "half",
+        "LOADER_REGISTERS": 40,
+    },
 }
 # What defaults() changes, in this order.
 _DEFAULT_STEPS: tuple[dict[str, Any], ...] = (

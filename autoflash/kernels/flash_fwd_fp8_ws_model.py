@@ -1,8 +1,8 @@
 """The written model of flash_fwd_fp8_ws's time: what orders candidates that haven't been timed.
 
 As flash_fwd_ws's, with twice the matrix rate: the softmax, which is as long as in 16 bits, then
-decides more. The factors are fitted to 537 trials on an H200 without OVERLAP (head dims 64, 128 and
-256, 4k and 16k; root mean square error 4 %); what OVERLAP does to times beside FlashAttention-3's
+decides more. The factors are fitted to 537 trials on an H200 (head dims 64, 128 and 256, 4k and
+16k; root mean square error 4 %), those of _details to later runs beside FlashAttention-3
 (docs/fp8.md).
 """
 
@@ -25,8 +25,8 @@ _TILE_ROW = 20.0
 _LAUNCH = 2100.0
 _START = 9000.0
 _RESCALE = 2.3
-# Share of the softmax that the matrix unit waits for, by consumers and overlap.
-_OPEN = {(2, True): 0.5, (2, False): 0.62, (3, True): 0.53, (3, False): 0.46}
+# Share of the softmax that the matrix unit waits for, by consumers.
+_OPEN = {2: 0.62, 3: 0.46}
 
 
 def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
@@ -38,17 +38,14 @@ def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
     matrix = _MATRIX * 2 * scores * (block_d(problem) + block_dv(problem)) / flops
     softmax = scores * (1 / _EXPONENTIALS + _ELEMENTWISE / _LANES) + _ROW * rows
     softmax += _RESCALE * rows * block_dv(problem) / _LANES
-    step = matrix + _OPEN[consumers, bool(config["OVERLAP"])] * softmax
-    if config["STAGES"] == 2 and consumers == 3:
-        step *= 1.02
-    if config["PING_PONG"] != "none" and consumers == 3:
-        step *= 0.98
+    step = matrix + _OPEN[consumers] * softmax
+    step *= _details(problem, config)
     blocks = -(-problem.seqlen_k // keys) + 0.0
     pairs = problem.seqlen_q * problem.seqlen_k
     if problem.causal and pairs:
         blocks = blocks * problem.visible_pairs / pairs + (rows / keys + 1) / 2
     own = _TILE_ROW * rows + (_LAUNCH if config["SCHEDULE"] == "grid" else 0.0)
-    if config["STAGING"] != "own":
+    if config["STAGING"] == "direct":
         own += 0.08 * rows * block_dv(problem)
     share = tiles / min(tiles, target.sm_count)
     turns = float(math.ceil(share)) if share < 8 and not problem.causal else share + 0.5
@@ -61,3 +58,26 @@ def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
         seconds += moved / (0.7 * target.bandwidth_tbs * 1e12) + 3e-6
         least += moved
     return max(seconds, least / (target.bandwidth_tbs * 1e12)) * 1e3
+
+
+def _details(problem: Problem, config: Config) -> float:
+    """What choices of a few percent do to a step."""
+    widest = max(block_d(problem), block_dv(problem))
+    factor = 1.0
+    if config["CONSUMERS"] == 3:
+        factor *= 1.02 if config["STAGES"] == 2 else 1.0
+        factor *= 1.0 if config["PING_PONG"] == "none" else 0.98
+    elif config["PING_PONG"] != "none":
+        factor *= 1.02
+    if config["Q_IN_REGISTERS"] and not problem.causal:
+        factor *= 0.98
+    if config.integer("PV_PART") < min(128, block_dv(problem)):
+        factor *= 1.03
+    # The warps that look for NaN, and the loader at 256 dims, want more than 24.
+    if (config.integer("LOADER_REGISTERS") > 24) != (widest == 256):
+        factor *= 1.02
+    if widest == 256 and problem.causal and config["STAGING"] == "own":
+        factor *= 1.03
+    if config.integer("GROUP_MB") > 16:
+        factor *= 1.01
+    return factor

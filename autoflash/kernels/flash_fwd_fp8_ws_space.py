@@ -6,6 +6,7 @@ from autoflash.kernels.hopper_tiles import (
     GROUP_SIZES,
     PERSISTENT,
     advice,
+    block_d,
     block_dv,
     fits_registers,
     fits_shared,
@@ -31,8 +32,8 @@ def registers_needed(config: Config, problem: Problem) -> int:
     their product with v, and what lives beside them."""
     scores = config.integer("BLOCK_N") // 2
     product = scores // 4 + pv_part(config, problem) // 2
-    beside = scores + product if config["OVERLAP"] else max(scores, product)
-    return block_dv(problem) // 2 + beside + _OTHER_REGISTERS
+    queries = block_d(problem) // 8 if config["Q_IN_REGISTERS"] else 0
+    return block_dv(problem) // 2 + max(scores, product) + queries + _OTHER_REGISTERS
 
 
 def pv_part(config: Config, problem: Problem) -> int:
@@ -85,9 +86,32 @@ def _divides_product(config: Config, problem: Problem, target: Target) -> str | 
     columns, part = block_dv(problem), pv_part(config, problem)
     if columns > 2 * part:
         return f"PV_PART={part}: {columns} columns are more than two parts"
-    if config["OVERLAP"] and part < columns:
-        return f"PV_PART={part}: what overlaps is the product of all {columns} columns"
     return None
+
+
+def _stages_output(config: Config, problem: Problem, target: Target) -> str | None:
+    # By halves is as fast as whole here, and faster with a mask.
+    return _STAGED(config, problem, target) if config["STAGING"] == "direct" else None
+
+
+def _holds_queries(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["Q_IN_REGISTERS"] and block_d(problem) > 64:
+        return "more than 64 dims of q spill, and cost 10 %"
+    return None
+
+
+def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str | None:
+    del target
+    if config["EXP2_BY_FMA"] and max(block_d(problem), block_dv(problem)) < 256:
+        return "three consumers keep the other units as busy as the exponential unit"
+    return None
+
+
+def _loader_registers(config: Config, problem: Problem, target: Target) -> str | None:
+    # Of 256 dims the warps that look for NaN have more to hold.
+    wide = max(block_d(problem), block_dv(problem)) == 256
+    return None if wide else loader_registers(config, problem, target)
 
 
 def _matches_columns(config: Config, problem: Problem, target: Target) -> str | None:
@@ -97,12 +121,13 @@ def _matches_columns(config: Config, problem: Problem, target: Target) -> str | 
     return None
 
 
+_STAGED = stages_output(shared_parts)
 SPACE = SearchSpace(
     params=(
         Param(name="CONSUMERS", choices=(2, 3), doc="warpgroups of 64 query rows each"),
         Param(name="BLOCK_N", choices=(64, 128), doc="keys of one step"),
         Param(name="STAGES", choices=(2, 3, 4), doc="depth of the ring of keys and values"),
-        Param(name="OVERLAP", choices=(False, True), doc="P v computed during the next softmax"),
+        Param(name="Q_IN_REGISTERS", choices=(False, True), doc="queries read from registers"),
         Param(
             name="PV_PART",
             choices=(64, 128),
@@ -125,6 +150,7 @@ SPACE = SearchSpace(
             choices=("none", "done"),
             doc="a consumer's products wait for another's scores",
         ),
+        Param(name="EXP2_BY_FMA", choices=(0, 8), doc="each so-many-th exponential by FMA"),
         Param(name="LOADER_REGISTERS", choices=(24, 40), doc="the rest is the consumers'"),
     ),
     constraints=(
@@ -134,9 +160,9 @@ SPACE = SearchSpace(
         Constraint(
             name="registers",
             why_not=fits_registers(registers_needed),
-            reads=("CONSUMERS", "BLOCK_N", "OVERLAP", "PV_PART", "LOADER_REGISTERS"),
+            reads=("CONSUMERS", "BLOCK_N", "Q_IN_REGISTERS", "PV_PART", "LOADER_REGISTERS"),
         ),
-        Constraint(name="parts of P v", why_not=_divides_product, reads=("OVERLAP", "PV_PART")),
+        Constraint(name="parts of P v", why_not=_divides_product, reads=("PV_PART",)),
         advice("columns of P v", _matches_columns, "PV_PART"),
         advice("schedule", schedules, "CONSUMERS", "SCHEDULE"),
         advice("ring", _fills_ring, "STAGES", "BLOCK_N", "SCHEDULE"),
@@ -146,8 +172,10 @@ SPACE = SearchSpace(
             why_not=fits_shared(shared_parts),
             reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
         ),
-        advice("staging", stages_output(shared_parts), "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        advice("queries", _holds_queries, "Q_IN_REGISTERS"),
+        advice("staging", _stages_output, "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
         Constraint(name="halves of out", why_not=halves_output, reads=("STAGING",)),
-        advice("loader registers", loader_registers, "SCHEDULE", "LOADER_REGISTERS"),
+        advice("exponentials", _needs_exponentials, "EXP2_BY_FMA"),
+        advice("loader registers", _loader_registers, "SCHEDULE", "LOADER_REGISTERS"),
     ),
 )

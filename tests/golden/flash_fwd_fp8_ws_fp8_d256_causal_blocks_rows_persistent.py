@@ -536,6 +536,42 @@ def operand(packed, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def exp2(x, BY_FMA: gl.constexpr):
+    # 2^x; with BY_FMA = 8, every 8-th element without the special-function unit
+    # (FlashAttention-4): x = n + f with |f| <= 1/2, a cubic for 2^f (relative error 1.0e-4), times
+    # 2^n, which is made of the low bits of a large number plus x. From x = -127 downwards exactly 0.
+    if BY_FMA == 0:
+        return gl.exp2(x)
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .f32 x, t, f, p;
+        .reg .b32 a;
+        ex2.approx.ftz.f32 $1, $9;
+        ex2.approx.ftz.f32 $2, $10;
+        ex2.approx.ftz.f32 $3, $11;
+        ex2.approx.ftz.f32 $4, $12;
+        ex2.approx.ftz.f32 $5, $13;
+        ex2.approx.ftz.f32 $6, $14;
+        ex2.approx.ftz.f32 $7, $15;
+        max.NaN.ftz.f32 x, $8, 0fC2FE0000;
+        add.rn.ftz.f32 t, x, 0f4B40007F;
+        sub.rn.ftz.f32 f, t, 0f4B40007F;
+        sub.rn.ftz.f32 f, x, f;
+        fma.rn.ftz.f32 p, f, 0f3D61510C, 0f3E780627;
+        fma.rn.ftz.f32 p, p, f, 0f3F317AFD;
+        fma.rn.ftz.f32 p, p, f, 0f3F800000;
+        mov.b32 a, t;
+        shl.b32 a, a, 23;
+        mov.b32 t, a;
+        mul.rn.ftz.f32 $0, p, t;
+        }
+        """,
+        "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x], gl.float32, True, 8,
+    )
+
+
+@gluon.jit
 def whole_blocks(row, seqlen_q, seqlen_k, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     # Blocks start at multiples of BLOCK_N, as scales and the order of a permuted v want it. Of `blocks`
     # that some row of the tile sees the last `masked` ones hold keys that not every row sees.
@@ -552,6 +588,408 @@ def whole_blocks(row, seqlen_q, seqlen_k, ROWS: gl.constexpr, BLOCK_N: gl.conste
 def load_scale(pointer, given):
     # A descale, or one where there is none.
     return gl.load(pointer, mask=given != 0, other=1.0)
+
+
+@gluon.jit
+def row_max_beside(s, m):
+    # The maximum of each row of s where it is above m; else some number that isn't. As integers, of
+    # which the maximum of three is one instruction, floats from zero on have their order. Where a thread
+    # holds negative ones alone, and m is negative too, its warp compares them as what they are.
+    LAYOUT: gl.constexpr = s.type.layout
+    COLUMNS: gl.constexpr = s.shape[1]
+    bits = s.to(gl.int32, bitcast=True)
+    x0 = bits.reshape([s.shape[0], COLUMNS // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([s.shape[0], 4, COLUMNS // 4])
+    if COLUMNS == 64:
+        x0a, x0b = gl.split(x0.reshape([s.shape[0], 4, 8, 2]))
+        x0aa, x0ab = gl.split(x0a.reshape([s.shape[0], 4, 4, 2]))
+        x0ba, x0bb = gl.split(x0b.reshape([s.shape[0], 4, 4, 2]))
+        x0aaa, x0aab = gl.split(x0aa.reshape([s.shape[0], 4, 2, 2]))
+        x0aba, x0abb = gl.split(x0ab.reshape([s.shape[0], 4, 2, 2]))
+        x0baa, x0bab = gl.split(x0ba.reshape([s.shape[0], 4, 2, 2]))
+        x0bba, x0bbb = gl.split(x0bb.reshape([s.shape[0], 4, 2, 2]))
+        x0aaaa, x0aaab = gl.split(x0aaa)
+        x0aaba, x0aabb = gl.split(x0aab)
+        x0abaa, x0abab = gl.split(x0aba)
+        x0abba, x0abbb = gl.split(x0abb)
+        x0baaa, x0baab = gl.split(x0baa)
+        x0baba, x0babb = gl.split(x0bab)
+        x0bbaa, x0bbab = gl.split(x0bba)
+        x0bbba, x0bbbb = gl.split(x0bbb)
+        LAYOUT_4: gl.constexpr = x0aaaa.type.layout
+        before = gl.convert_layout(m, gl.SliceLayout(1, LAYOUT_4)).to(gl.int32, bitcast=True)
+        before = gl.expand_dims(before, 1) + gl.zeros([s.shape[0], 4], gl.int32, LAYOUT_4)
+        top = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 c<4>, t, u;
+            .reg .f32 f, g;
+            .reg .pred low, any;
+            mov.b32 c0, $2;
+            max.s32 c0, c0, $10;
+            max.s32 c0, c0, $18;
+            max.s32 c0, c0, $26;
+            mov.b32 c1, $4;
+            max.s32 c1, c1, $12;
+            max.s32 c1, c1, $20;
+            max.s32 c1, c1, $28;
+            mov.b32 c2, $6;
+            max.s32 c2, c2, $14;
+            max.s32 c2, c2, $22;
+            max.s32 c2, c2, $30;
+            mov.b32 c3, $8;
+            max.s32 c3, c3, $16;
+            max.s32 c3, c3, $24;
+            max.s32 c3, c3, $32;
+            max.s32 c0, c0, c1;
+            max.s32 c2, c2, c3;
+            max.s32 $0, c0, c2;
+            mov.b32 c0, $3;
+            max.s32 c0, c0, $11;
+            max.s32 c0, c0, $19;
+            max.s32 c0, c0, $27;
+            mov.b32 c1, $5;
+            max.s32 c1, c1, $13;
+            max.s32 c1, c1, $21;
+            max.s32 c1, c1, $29;
+            mov.b32 c2, $7;
+            max.s32 c2, c2, $15;
+            max.s32 c2, c2, $23;
+            max.s32 c2, c2, $31;
+            mov.b32 c3, $9;
+            max.s32 c3, c3, $17;
+            max.s32 c3, c3, $25;
+            max.s32 c3, c3, $33;
+            max.s32 c0, c0, c1;
+            max.s32 c2, c2, c3;
+            max.s32 $1, c0, c2;
+            and.b32 t, $0, $34;
+            and.b32 u, $1, $35;
+            or.b32 t, t, u;
+            setp.lt.s32 low, t, 0;
+            vote.sync.any.pred any, low, 0xffffffff;
+            @!any bra done;
+            mov.b32 f, $2;
+            mov.b32 g, $4;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $6;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $8;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $10;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $12;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $14;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $16;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $18;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $20;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $22;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $24;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $26;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $28;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $30;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $32;
+            max.NaN.f32 f, f, g;
+            mov.b32 $0, f;
+            mov.b32 f, $3;
+            mov.b32 g, $5;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $7;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $9;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $11;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $13;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $15;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $17;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $19;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $21;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $23;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $25;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $27;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $29;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $31;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $33;
+            max.NaN.f32 f, f, g;
+            mov.b32 $1, f;
+            done:
+            }
+            """,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [x0aaaa, x0aaab, x0aaba, x0aabb, x0abaa, x0abab, x0abba, x0abbb, x0baaa, x0baab, x0baba, x0babb, x0bbaa, x0bbab, x0bbba, x0bbbb, before], gl.int32, False, 2,
+        )
+    if COLUMNS == 128:
+        x0a, x0b = gl.split(x0.reshape([s.shape[0], 4, 16, 2]))
+        x0aa, x0ab = gl.split(x0a.reshape([s.shape[0], 4, 8, 2]))
+        x0ba, x0bb = gl.split(x0b.reshape([s.shape[0], 4, 8, 2]))
+        x0aaa, x0aab = gl.split(x0aa.reshape([s.shape[0], 4, 4, 2]))
+        x0aba, x0abb = gl.split(x0ab.reshape([s.shape[0], 4, 4, 2]))
+        x0baa, x0bab = gl.split(x0ba.reshape([s.shape[0], 4, 4, 2]))
+        x0bba, x0bbb = gl.split(x0bb.reshape([s.shape[0], 4, 4, 2]))
+        x0aaaa, x0aaab = gl.split(x0aaa.reshape([s.shape[0], 4, 2, 2]))
+        x0aaba, x0aabb = gl.split(x0aab.reshape([s.shape[0], 4, 2, 2]))
+        x0abaa, x0abab = gl.split(x0aba.reshape([s.shape[0], 4, 2, 2]))
+        x0abba, x0abbb = gl.split(x0abb.reshape([s.shape[0], 4, 2, 2]))
+        x0baaa, x0baab = gl.split(x0baa.reshape([s.shape[0], 4, 2, 2]))
+        x0baba, x0babb = gl.split(x0bab.reshape([s.shape[0], 4, 2, 2]))
+        x0bbaa, x0bbab = gl.split(x0bba.reshape([s.shape[0], 4, 2, 2]))
+        x0bbba, x0bbbb = gl.split(x0bbb.reshape([s.shape[0], 4, 2, 2]))
+        x0aaaaa, x0aaaab = gl.split(x0aaaa)
+        x0aaaba, x0aaabb = gl.split(x0aaab)
+        x0aabaa, x0aabab = gl.split(x0aaba)
+        x0aabba, x0aabbb = gl.split(x0aabb)
+        x0abaaa, x0abaab = gl.split(x0abaa)
+        x0ababa, x0ababb = gl.split(x0abab)
+        x0abbaa, x0abbab = gl.split(x0abba)
+        x0abbba, x0abbbb = gl.split(x0abbb)
+        x0baaaa, x0baaab = gl.split(x0baaa)
+        x0baaba, x0baabb = gl.split(x0baab)
+        x0babaa, x0babab = gl.split(x0baba)
+        x0babba, x0babbb = gl.split(x0babb)
+        x0bbaaa, x0bbaab = gl.split(x0bbaa)
+        x0bbaba, x0bbabb = gl.split(x0bbab)
+        x0bbbaa, x0bbbab = gl.split(x0bbba)
+        x0bbbba, x0bbbbb = gl.split(x0bbbb)
+        LAYOUT_4: gl.constexpr = x0aaaaa.type.layout
+        before = gl.convert_layout(m, gl.SliceLayout(1, LAYOUT_4)).to(gl.int32, bitcast=True)
+        before = gl.expand_dims(before, 1) + gl.zeros([s.shape[0], 4], gl.int32, LAYOUT_4)
+        top = gl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 c<4>, t, u;
+            .reg .f32 f, g;
+            .reg .pred low, any;
+            mov.b32 c0, $2;
+            max.s32 c0, c0, $10;
+            max.s32 c0, c0, $18;
+            max.s32 c0, c0, $26;
+            max.s32 c0, c0, $34;
+            max.s32 c0, c0, $42;
+            max.s32 c0, c0, $50;
+            max.s32 c0, c0, $58;
+            mov.b32 c1, $4;
+            max.s32 c1, c1, $12;
+            max.s32 c1, c1, $20;
+            max.s32 c1, c1, $28;
+            max.s32 c1, c1, $36;
+            max.s32 c1, c1, $44;
+            max.s32 c1, c1, $52;
+            max.s32 c1, c1, $60;
+            mov.b32 c2, $6;
+            max.s32 c2, c2, $14;
+            max.s32 c2, c2, $22;
+            max.s32 c2, c2, $30;
+            max.s32 c2, c2, $38;
+            max.s32 c2, c2, $46;
+            max.s32 c2, c2, $54;
+            max.s32 c2, c2, $62;
+            mov.b32 c3, $8;
+            max.s32 c3, c3, $16;
+            max.s32 c3, c3, $24;
+            max.s32 c3, c3, $32;
+            max.s32 c3, c3, $40;
+            max.s32 c3, c3, $48;
+            max.s32 c3, c3, $56;
+            max.s32 c3, c3, $64;
+            max.s32 c0, c0, c1;
+            max.s32 c2, c2, c3;
+            max.s32 $0, c0, c2;
+            mov.b32 c0, $3;
+            max.s32 c0, c0, $11;
+            max.s32 c0, c0, $19;
+            max.s32 c0, c0, $27;
+            max.s32 c0, c0, $35;
+            max.s32 c0, c0, $43;
+            max.s32 c0, c0, $51;
+            max.s32 c0, c0, $59;
+            mov.b32 c1, $5;
+            max.s32 c1, c1, $13;
+            max.s32 c1, c1, $21;
+            max.s32 c1, c1, $29;
+            max.s32 c1, c1, $37;
+            max.s32 c1, c1, $45;
+            max.s32 c1, c1, $53;
+            max.s32 c1, c1, $61;
+            mov.b32 c2, $7;
+            max.s32 c2, c2, $15;
+            max.s32 c2, c2, $23;
+            max.s32 c2, c2, $31;
+            max.s32 c2, c2, $39;
+            max.s32 c2, c2, $47;
+            max.s32 c2, c2, $55;
+            max.s32 c2, c2, $63;
+            mov.b32 c3, $9;
+            max.s32 c3, c3, $17;
+            max.s32 c3, c3, $25;
+            max.s32 c3, c3, $33;
+            max.s32 c3, c3, $41;
+            max.s32 c3, c3, $49;
+            max.s32 c3, c3, $57;
+            max.s32 c3, c3, $65;
+            max.s32 c0, c0, c1;
+            max.s32 c2, c2, c3;
+            max.s32 $1, c0, c2;
+            and.b32 t, $0, $66;
+            and.b32 u, $1, $67;
+            or.b32 t, t, u;
+            setp.lt.s32 low, t, 0;
+            vote.sync.any.pred any, low, 0xffffffff;
+            @!any bra done;
+            mov.b32 f, $2;
+            mov.b32 g, $4;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $6;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $8;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $10;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $12;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $14;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $16;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $18;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $20;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $22;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $24;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $26;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $28;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $30;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $32;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $34;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $36;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $38;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $40;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $42;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $44;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $46;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $48;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $50;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $52;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $54;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $56;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $58;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $60;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $62;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $64;
+            max.NaN.f32 f, f, g;
+            mov.b32 $0, f;
+            mov.b32 f, $3;
+            mov.b32 g, $5;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $7;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $9;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $11;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $13;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $15;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $17;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $19;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $21;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $23;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $25;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $27;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $29;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $31;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $33;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $35;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $37;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $39;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $41;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $43;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $45;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $47;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $49;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $51;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $53;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $55;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $57;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $59;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $61;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $63;
+            max.NaN.f32 f, f, g;
+            mov.b32 g, $65;
+            max.NaN.f32 f, f, g;
+            mov.b32 $1, f;
+            done:
+            }
+            """,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [x0aaaaa, x0aaaab, x0aaaba, x0aaabb, x0aabaa, x0aabab, x0aabba, x0aabbb, x0abaaa, x0abaab, x0ababa, x0ababb, x0abbaa, x0abbab, x0abbba, x0abbbb, x0baaaa, x0baaab, x0baaba, x0baabb, x0babaa, x0babab, x0babba, x0babbb, x0bbaaa, x0bbaab, x0bbaba, x0bbabb, x0bbbaa, x0bbbab, x0bbbba, x0bbbbb, before], gl.int32, False, 2,
+        )
+    return gl.convert_layout(gl.max(top.to(gl.float32, bitcast=True), 1), gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
@@ -586,6 +1024,17 @@ def operand_e4m3(packed, LAYOUT: gl.constexpr):
     four = gl.join(twice, twice).reshape([ROWS, COLUMNS])
     four = gl.convert_layout(four, LAYOUT, assert_trivial=True)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], gl.float8e4nv, True, 4)
+
+
+@gluon.jit
+def load_e4m3(q, LAYOUT: gl.constexpr):
+    # A left operand from shared memory, four columns to an int32, as operand_e4m3 takes it.
+    ROWS: gl.constexpr = q.shape[0]
+    WORDS: gl.constexpr = q.shape[1] // 4
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(min(q.shape[1], 128), 32, 2)
+    BY_WORD: gl.constexpr = gl.NVMMADistributedLayout(LAYOUT.version, LAYOUT.warps_per_cta, [16, LAYOUT.instr_shape[1], 8])
+    words = reinterpret(q, gl.int32, [ROWS, WORDS], SHARED).load(gl.DotOperandLayout(0, BY_WORD, 1))
+    return words.reshape([ROWS, WORDS // 4, 4])
 
 
 @gluon.jit
@@ -768,11 +1217,18 @@ def flash_fwd_fp8_ws_values(v_desc, vt_desc, heads, seqlen_k, WARPS: gl.constexp
 
 
 @gluon.jit
-def load_watched(v_desc, at, v_landed, watched, place, STAGES: gl.constexpr):
-    # Starts the copy of a block of values that the watcher hands on: its `watched`-th.
-    landed = v_landed.index(watched % STAGES)
-    mbarrier.expect(landed, place.numel)
-    copy_in(v_desc, at, landed, place)
+def load_values(v_desc, at, place, whole, v_landed, watched, hides, STAGES: gl.constexpr):
+    # Starts the copy of a block of values, whose barrier is `whole`; if it `hides` keys from some rows,
+    # for the watcher to hand on, as its `watched`-th. Returns how many that were.
+    if hides:
+        landed = v_landed.index(watched % STAGES)
+        mbarrier.expect(landed, place.numel)
+        copy_in(v_desc, at, landed, place)
+        watched += 1
+    else:
+        mbarrier.expect(whole, place.numel)
+        copy_in(v_desc, at, whole, place)
+    return watched
 
 
 @gluon.jit
@@ -809,12 +1265,10 @@ def load(
                     copy_in(q_desc, [batch, head, row + c * 64, 0], q_full.index(c), q_s.index(c))
             else:
                 stage = (block - 1) % STAGES
-                if i <= masked:
-                    load_watched(v_desc, [batch, head_kv, 0, start + BLOCK_N], v_landed, watched, v_s.index(stage), STAGES)
-                    watched += 1
-                else:
-                    mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV)
-                    copy_in(v_desc, [batch, head_kv, 0, start + BLOCK_N], v_full.index(stage), v_s.index(stage))
+                watched = load_values(
+                    v_desc, [batch, head_kv, 0, start + BLOCK_N], v_s.index(stage), v_full.index(stage),
+                    v_landed, watched, i <= masked, STAGES,
+                )
             if i == gl.maximum(blocks - 2, 0):
                 # Late, since a tile that waits in a busy program would end last; but early enough
                 # for the consumers to know the next tile when they come to the end of this one.
@@ -826,12 +1280,10 @@ def load(
             block += 1
         mbarrier.wait(free.index(block % STAGES), ((block // STAGES) & 1) ^ 1)
         stage = (block - 1) % STAGES
-        if blocks == masked:
-            load_watched(v_desc, [batch, head_kv, 0, 0], v_landed, watched, v_s.index(stage), STAGES)
-            watched += 1
-        else:
-            mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_DV)
-            copy_in(v_desc, [batch, head_kv, 0, 0], v_full.index(stage), v_s.index(stage))
+        watched = load_values(
+            v_desc, [batch, head_kv, 0, 0], v_s.index(stage), v_full.index(stage),
+            v_landed, watched, blocks == masked, STAGES,
+        )
         row = next_row
         batch = next_batch
         head = next_head
@@ -862,39 +1314,47 @@ def watch(v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full,
 
 
 @gluon.jit
-def weights(s, m_i, scale_log2, limit, start, MASKED: gl.constexpr):
+def weights(s, m_i, scale_log2, limit, start, MASKED: gl.constexpr, EXP2_BY_FMA: gl.constexpr):
     # Online softmax in base 2 (FlashAttention, algorithm 1): m_i is the maximum of scale_log2 * s
     # that p is relative to. Returns p times 2^8, m_i and the factor for what came before.
     if MASKED:
-        s = mask_scores(s, limit, start)
-    m_new = gl.maximum(m_i, row_max(s) * scale_log2)
+        # No block begins before the first key: the compiler is to know it.
+        s = mask_scores(s, limit, gl.maximum(start, 0))
+        top = row_max(s)
+    else:
+        top = row_max_beside(s, m_i)
+    m_new = gl.maximum(m_i, top * scale_log2)
     m_use = m_new
     if MASKED:
         # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
         m_use = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale_log2 - gl.expand_dims(m_use - 8.0, 1))
+    p = exp2(s * scale_log2 - gl.expand_dims(m_use - 8.0, 1), EXP2_BY_FMA)
     return p, m_new, gl.exp2(m_i - m_use)
 
 
 @gluon.jit
 def scores(q, k, zero):
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    # q in shared memory, or in registers as load_e4m3 has it.
+    if isinstance(q, gl.tensor):
+        operand = operand_e4m3(q, gl.DotOperandLayout(0, zero.type.layout, 4))
+        s = warpgroup_mma(operand, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s, _q = warpgroup_mma_wait(0, deps=[s, q])
+    else:
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+    return s
 
 
 @gluon.jit
 def step(
-    q, acc, packed, m_i, l_i, alpha, unit, zero, limit, start, block, turns, turn, some,
+    q, acc, m_i, l_i, unit, zero, limit, start, watched, block, turns, turn, some,
     k_s, v_s, k_full, v_full, free, found_s, firsts, own_s,
     scale_log2, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
     c: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, BLOCK_SCALES: gl.constexpr,
+    PV_PART: gl.constexpr, PING_PONG: gl.constexpr, EXP2_BY_FMA: gl.constexpr, BLOCK_SCALES: gl.constexpr,
 ):
-    # Scores, softmax and P v of `block`; with OVERLAP P v of the block before, at the time of the
-    # softmax. acc, which lacks the factor alpha then, is in units of v's descale `unit`. MASKED: rows
-    # don't see all keys of the block, nor of the one whose P v this is.
-    BLOCK_N: gl.constexpr = k_s.shape[3]
-    O_LAYOUT: gl.constexpr = acc.type.layout
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    # Scores, softmax and P v of `block`. acc is in units of v's descale `unit`. MASKED: rows may not
+    # see all keys of the block; `watched`: some of the tile's don't.
     stage = block % STAGES
     phase = (block // STAGES) & 1
     scale = scale_log2
@@ -903,47 +1363,27 @@ def step(
         # BLOCK_N divides a block of 128 keys, which has one scale.
         scale = scale_log2 * load_scale(k_scales + (start // 128) * stride_ksn, k_scaled)
         now = load_scale(v_scales + (start // 128) * stride_vsn, v_scaled)
-    v_block = block
-    if OVERLAP:
-        v_block = block - 1
-    v_stage = v_block % STAGES
-    v_phase = (v_block // STAGES) & 1
-    v = matrix(v_s.index(v_stage))
     mbarrier.wait(k_full.index(stage), phase)
     if PING_PONG != "none":
         # The consumers take turns at the matrix unit; the first turn of consumer 0 is free.
         mbarrier.wait(turns.index(c), (turn & 1) ^ (c == 0))
     s = scores(q, matrix(k_s.index(stage)), zero)
-    if OVERLAP:
-        mbarrier.wait(v_full.index(v_stage), v_phase)
-        new = start_product(packed, v, O_LAYOUT)
-        s = warpgroup_mma_wait(1, deps=[s])
-    else:
-        s = warpgroup_mma_wait(0, deps=[s])
     if PING_PONG == "done":
         mbarrier.arrive(turns.index((c + 1) % CONSUMERS))
-    if not OVERLAP:
-        mbarrier.arrive(free.index(stage))
-    p, m_i, shrink = weights(s, m_i, scale, limit, start, MASKED)
+    mbarrier.arrive(free.index(stage))
+    p, m_i, shrink = weights(s, m_i, scale, limit, start, MASKED, EXP2_BY_FMA)
     PART_ROWS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     l_i = l_i * gl.expand_dims(gl.convert_layout(shrink, PART_ROWS), 1) + partial_sums(p)
     if BLOCK_SCALES:
-        shrink = shrink * (unit / now)
-    if OVERLAP:
-        # ptxas serialises products whose operands are made while one is pending, so the packing has
-        # to come after the wait.
-        new, _p = warpgroup_mma_wait(0, deps=[new, packed])
-        if MASKED:
-            some = note_nan(some, v_stage, found_s, firsts, own_s, acc.shape[1])
-        mbarrier.arrive(free.index(stage))
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1) + new
+        # Of two zeros, too.
+        shrink = shrink * gl.where(unit == now, 1.0, unit / now)
     packed = pack_e4m3(p)
-    if not OVERLAP:
-        mbarrier.wait(v_full.index(stage), phase)
-        if MASKED:
+    mbarrier.wait(v_full.index(stage), phase)
+    if MASKED:
+        if watched:
             some = note_nan(some, stage, found_s, firsts, own_s, acc.shape[1])
-        acc = add_product(acc, shrink, packed, v, PV_PART)
-    return acc, packed, m_i, l_i, shrink, now, some
+    acc = add_product(acc, shrink, packed, matrix(v_s.index(stage)), PV_PART)
+    return acc, m_i, l_i, now, some
 
 
 @gluon.jit
@@ -955,8 +1395,8 @@ def consume(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    EXP2_BY_FMA: gl.constexpr, BLOCK_SCALES: gl.constexpr,
 ):
     # The part of consumer c: 64 rows of each tile.
     MOST_HIDDEN: gl.constexpr = (CONSUMERS - 1 - c) * 64
@@ -984,11 +1424,16 @@ def consume(
 
         # Whether values that some rows don't see hold NaN.
         some = 0
-        # Blocks that the diagonal hides from all rows of this consumer are only let go.
+        # Blocks that the diagonal hides from all rows of this consumer are only let go. So are all but
+        # one, whose result isn't stored, where it has no rows: behind the last one.
         hidden = 0
         if CAUSAL and MOST_HIDDEN > 0:
             own_end = gl.minimum(seqlen_k, own_row + 64 + seqlen_k - seqlen_q)
             hidden = blocks - gl.maximum(gl.cdiv(own_end, BLOCK_N), 1)
+        if c > 0:
+            if own_row >= seqlen_q:
+                hidden = blocks - 1
+        if c > 0 or CAUSAL:
             for _i in range(hidden):
                 stage = block % STAGES
                 mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
@@ -1001,65 +1446,41 @@ def consume(
                 block += 1
                 steps += 1
 
-        # The first block has nothing to overlap with, and always takes the mask.
-        start = (blocks - 1 - hidden) * BLOCK_N
         any_key = gl.minimum(seqlen_k, 1)
-        own_scale = scale
-        if BLOCK_SCALES:
-            own_scale = scale * load_scale(k_scales + (start // 128) * stride_ksn, k_scaled & any_key)
-            unit = load_scale(v_scales + (start // 128) * stride_vsn, v_scaled & any_key)
-        else:
+        unit = load_scale(v_scales + ((blocks - 1 - hidden) * BLOCK_N // 128) * stride_vsn, v_scaled & any_key)
+        if not BLOCK_SCALES:
             scale = scale * load_scale(k_scales, k_scaled & any_key)
-            own_scale = scale
-            unit = load_scale(v_scales, v_scaled & any_key)
-        stage = block % STAGES
         mbarrier.wait(q_full.index(c), turn & 1)
         q = matrix(q_s.index(c))
-        mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        s = warpgroup_mma_wait(0, deps=[scores(q, matrix(k_s.index(stage)), zero)])
-        mbarrier.arrive(free.index(stage))
+        if Q_IN_REGISTERS:
+            q = load_e4m3(q, S_LAYOUT)
+            mbarrier.arrive(q_empty.index(c))
         m_i = gl.full([64], float("-inf"), gl.float32, S_ROWS)
-        p, m_i, alpha = weights(s, m_i, own_scale, limit, start, True)
-        l_i = partial_sums(p)
-        packed = pack_e4m3(p)
+        l_i = partial_sums(zero)
         acc = gl.zeros([64, BLOCK_DV], gl.float32, O_LAYOUT)
-        if not OVERLAP:
-            mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
-            if hidden < masked:
-                some = note_nan(some, stage, found_s, firsts, own_s.index(c), BLOCK_DV)
-            acc = add_product(acc, alpha, packed, matrix(v_s.index(stage)), PV_PART)
-        block += 1
-
-        # With OVERLAP a masked block's P v belongs to the step after it.
-        end = masked
-        if OVERLAP and masked > hidden:
-            end = gl.minimum(masked + 1, blocks)
-        for i in range(hidden + 1, end):
-            acc, packed, m_i, l_i, alpha, unit, some = step(
-                q, acc, packed, m_i, l_i, alpha, unit, zero, limit, (blocks - 1 - i) * BLOCK_N,
+        # The first one always takes the mask.
+        cut = gl.maximum(masked, hidden + 1)
+        for i in range(hidden, cut):
+            acc, m_i, l_i, unit, some = step(
+                q, acc, m_i, l_i, unit, zero, limit, (blocks - 1 - i) * BLOCK_N, i < masked,
                 block, turns, steps, some, k_s, v_s, k_full, v_full, free, found_s, firsts, own_s.index(c),
-                scale, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
-                c, CONSUMERS, STAGES, True, OVERLAP, PV_PART, PING_PONG, BLOCK_SCALES,
+                scale, k_scales, stride_ksn, k_scaled & any_key, v_scales, stride_vsn, v_scaled & any_key,
+                c, CONSUMERS, STAGES, True, PV_PART, PING_PONG, EXP2_BY_FMA, BLOCK_SCALES,
             )
             block += 1
             steps += 1
-        for i in range(gl.maximum(end, hidden + 1), blocks):
-            acc, packed, m_i, l_i, alpha, unit, some = step(
-                q, acc, packed, m_i, l_i, alpha, unit, zero, limit, (blocks - 1 - i) * BLOCK_N,
+        for i in range(cut, blocks):
+            acc, m_i, l_i, unit, some = step(
+                q, acc, m_i, l_i, unit, zero, limit, (blocks - 1 - i) * BLOCK_N, i < masked,
                 block, turns, steps, some, k_s, v_s, k_full, v_full, free, found_s, firsts, own_s.index(c),
-                scale, k_scales, stride_ksn, k_scaled, v_scales, stride_vsn, v_scaled,
-                c, CONSUMERS, STAGES, False, OVERLAP, PV_PART, PING_PONG, BLOCK_SCALES,
+                scale, k_scales, stride_ksn, k_scaled & any_key, v_scales, stride_vsn, v_scaled & any_key,
+                c, CONSUMERS, STAGES, False, PV_PART, PING_PONG, EXP2_BY_FMA, BLOCK_SCALES,
             )
             block += 1
             steps += 1
-        mbarrier.arrive(q_empty.index(c))
+        if not Q_IN_REGISTERS:
+            mbarrier.arrive(q_empty.index(c))
 
-        if OVERLAP:
-            stage = (block - 1) % STAGES
-            mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
-            if masked == blocks:
-                some = note_nan(some, stage, found_s, firsts, own_s.index(c), BLOCK_DV)
-            new = start_product(packed, matrix(v_s.index(stage)), O_LAYOUT)
         # A row that saw no key has l = 0: out = 0 and lse = -inf. (m = -inf says less: the maximum of
         # scores that are all NaN may be that, too.)
         l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
@@ -1070,9 +1491,6 @@ def consume(
         lse_head = (batch * heads + head).to(gl.int64)
         # Without write_lse the pointer may be null.
         gl.store(lse_ptr + lse_head * seqlen_q + position, lse, mask=(position < seqlen_q) & (write_lse != 0))
-        if OVERLAP:
-            new, _p = warpgroup_mma_wait(0, deps=[new, packed])
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1) + new
         acc = acc * gl.expand_dims(gl.convert_layout(inverse, O_ROWS), 1)
         if some != 0:
             acc = spread_nan(acc, own_s.index(c), (blocks - masked) * BLOCK_N, limit)
@@ -1096,8 +1514,8 @@ def consume_0(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    EXP2_BY_FMA: gl.constexpr, BLOCK_SCALES: gl.constexpr,
 ):
     consume(
         0, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1106,7 +1524,7 @@ def consume_0(
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+        Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
     )
 
 
@@ -1119,8 +1537,8 @@ def consume_1(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    EXP2_BY_FMA: gl.constexpr, BLOCK_SCALES: gl.constexpr,
 ):
     consume(
         1, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1129,7 +1547,7 @@ def consume_1(
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+        Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
     )
 
 
@@ -1142,8 +1560,8 @@ def consume_2(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    EXP2_BY_FMA: gl.constexpr, BLOCK_SCALES: gl.constexpr,
 ):
     consume(
         2, out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1152,7 +1570,7 @@ def consume_2(
         stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
         scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
         CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-        OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+        Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
     )
 
 
@@ -1164,8 +1582,8 @@ def flash_fwd_fp8_ws(
     scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr,
-    OVERLAP: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PV_PART: gl.constexpr, PING_PONG: gl.constexpr, STAGING: gl.constexpr,
+    EXP2_BY_FMA: gl.constexpr, BLOCK_SCALES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):
     # q [batch, heads, seqlen_q, head_dim], k [batch, heads // group, seqlen_k, head_dim],
@@ -1211,7 +1629,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+                Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1220,7 +1638,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+                Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty,
@@ -1238,7 +1656,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+                Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
             )),
             (consume_1, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1247,7 +1665,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+                Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
             )),
             (consume_2, (
                 out_desc, lse_ptr, q_s, k_s, v_s, out_s,
@@ -1256,7 +1674,7 @@ def flash_fwd_fp8_ws(
                 stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn, q_scaled, k_scaled, v_scaled,
                 scale_log2, heads, group, n_heads, group_heads, seqlen_q, seqlen_k, n_tiles, write_lse,
                 CONSUMERS, BLOCK_N, STAGES, BLOCK_D, BLOCK_DV, HEAD_DIM_V, CAUSAL,
-                OVERLAP, PV_PART, PING_PONG, STAGING, BLOCK_SCALES,
+                Q_IN_REGISTERS, PV_PART, PING_PONG, STAGING, EXP2_BY_FMA, BLOCK_SCALES,
             )),
             (load, (
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, v_full, v_landed, free, mail, mail_full, mail_empty,
@@ -1274,10 +1692,11 @@ CONSTEXPRS = {'CONSUMERS': 2,
  'BLOCK_DV': 256,
  'HEAD_DIM_V': 256,
  'CAUSAL': True,
- 'OVERLAP': False,
+ 'Q_IN_REGISTERS': False,
  'PV_PART': 128,
  'PING_PONG': 'none',
  'STAGING': 'own',
+ 'EXP2_BY_FMA': 8,
  'BLOCK_SCALES': True,
  'CONSUMER_REGISTERS': 240,
  'LOADER_REGISTERS': 24}

@@ -31,8 +31,8 @@ PROBLEM = Problem(
 )  # fmt: skip
 ROWS = dataclasses.replace(PROBLEM, v_layout="rows", out_dtype="float16")
 CONFIG = Config(
-    CONSUMERS=3, BLOCK_N=128, STAGES=3, OVERLAP=False, SCHEDULE="dynamic", GROUP_MB=8,
-    PV_PART=64, STAGING="own", PING_PONG="none", LOADER_REGISTERS=24,
+    CONSUMERS=3, BLOCK_N=128, STAGES=3, Q_IN_REGISTERS=False, SCHEDULE="dynamic", GROUP_MB=8,
+    PV_PART=64, STAGING="own", PING_PONG="none", LOADER_REGISTERS=24, EXP2_BY_FMA=0,
 )  # fmt: skip
 VARIANTS = list(
     itertools.product((PROBLEM, ROWS), ("own", "direct"), ("grid", "persistent", "dynamic"))

@@ -48,7 +48,10 @@ for name, others in (
     ("flash_fwd_fp8_ws", {"head_dim": 128, "dtype": "fp8", "scales": "block", "causal": True}),
     (
         "flash_fwd_fp8_ws",
-        {"head_dim": 64, "dtype": "fp8", "v_layout": "permuted", "config": {"OVERLAP": True}},
+        {
+            "head_dim": 64, "dtype": "fp8", "v_layout": "permuted",
+            "config": {"Q_IN_REGISTERS": True},
+        },
     ),
     ("flash_bwd", {"head_dim": 128, "kv_heads": 2, "causal": True, "op": "bwd"}),
     ("flash_bwd_ws", {"head_dim": 64, "causal": True, "op": "bwd"}),

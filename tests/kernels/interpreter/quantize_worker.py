@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoflash.runtime import quantize_torch, quantize_triton
-from tests.e4m3 import is_nan, place
+from tests.e4m3 import is_nan
 from tests.kernels.interpreter.right_casts import mend
 
 GUARD = 0x55
@@ -76,13 +76,9 @@ def measure(case: dict) -> dict:
     return {
         "different": int((got != want).sum()),
         "different_scales": int((got_scale != want_scale).sum()),
-        "scale_error": float(((got_scale - want_scale).abs() / want_scale).max()),
-        "furthest": int((place(got) - place(want)).abs().max()),
-        "other_nan": int((is_nan(got) != is_nan(want)).sum()),
         "same_shapes": got_scale.shape == want_scale.shape,
         "outside": outside,
         "nan": int(is_nan(got).sum()),
-        "elements": got.numel(),
     }
 
 

@@ -38,16 +38,18 @@ def cases() -> list[dict]:
         for granularity in ("tensor", "head", "block")
         for data, rows, dim in (
             ("outliers", 9, 32), ("normal", 9, 96), ("not finite", 16, 40), ("outliers", 130, 16),
+            ("normal", 33, 64), ("ties", 9, 8), ("outliers", 5, 63),
         )
     ]  # fmt: skip
-    # By product (64 dims of 16 bits). The interpreter multiplies bf16's bits as integers.
-    by_product = [
-        case_of(lot, (granularity, False, False), data, rows, 64)
-        | {**small, "rotation": 3, "dtype": "float16"}
-        for granularity in ("tensor", "head", "block")
-        for data, rows in (("outliers", 9), ("normal", 130), ("not finite", 257), ("normal", 33))
-    ]
-    return found + rotated + by_product
+    # Several tiles a program, the next one loaded before.
+    ahead = [
+        case_of(lot, ("block", False, False), data, rows, dim)
+        | {**small, "rotation": 3, "dtype": dtype}
+        for data, rows, dim, dtype in (
+            ("outliers", 300, 128, "bfloat16"), ("not finite", 130, 256, "float16"),
+        )
+    ]  # fmt: skip
+    return found + rotated + ahead
 
 
 def case_of(lot: random.Random, form: tuple, data: str, rows: int, dim: int) -> dict:
@@ -82,15 +84,8 @@ def worker(tmp_path_factory):
 def test_the_kernels_give_torchs_bits(worker, case):
     found = worker.measure(case)
     assert found["same_shapes"]
-    if case["rotation"] == 3:
-        # Sums in another order: their last bits, and numbers that lie between two of e4m3.
-        assert found["scale_error"] < 2**-22
-        assert found["different"] <= 1e-3 * found["elements"]
-        assert found["furthest"] <= 1
-        assert found["other_nan"] == 0
-    else:
-        assert found["different_scales"] == 0
-        assert found["different"] == 0
+    assert found["different_scales"] == 0
+    assert found["different"] == 0
     assert found["outside"] == 0
     if case["data"] == "all nan":
         assert found["nan"] == case["batch"] * case["heads"] * case["rows"] * case["dim"]

@@ -444,7 +444,8 @@ def gluon_modules(machine: Machine) -> dict[str, types.ModuleType]:
     """Stand-ins for the modules that an emitted file imports, by their names."""
     language = types.ModuleType("language")
     language.__dict__.update(
-        constexpr=lambda value: value, shared_memory_descriptor=Shared, static_range=range,
+        constexpr=lambda value: value, static_range=range,
+        tensor=Number, shared_memory_descriptor=Shared,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
         float8e4nv=torch.float8_e4m3fn, int16=torch.int16,
         int32=torch.int32, int64=torch.int64,
@@ -507,6 +508,16 @@ def _transpose(rows: Shared, columns: Shared, keys: int, warps: int) -> None:
     columns.data.view(torch.uint8).copy_(bits.T)
 
 
+def _row_max_beside(s: torch.Tensor, m: torch.Tensor) -> Number:
+    """As integers where that may do: what isn't above m is some number that isn't."""
+    parts = s.reshape(s.shape[0], -1, 4, 2)
+    top = parts.view(torch.int32).amax((1, 3))
+    low = (top < 0) & (m.view(torch.int32) < 0).unsqueeze(1)
+    # A warp has 16 rows, and decides for all of them.
+    by_warp = low.reshape(-1, 16 * 4).any(1).repeat_interleave(16).unsqueeze(1)
+    return _max(torch.where(by_warp, parts.amax((1, 3)), top.view(torch.float32)), 1)
+
+
 def _assert(condition: bool) -> None:
     assert condition
 
@@ -550,6 +561,8 @@ def device_code(text: str, machine: Machine) -> dict[str, Any]:
             "exp2": lambda x, by_fma: torch.exp2(x),
             "pack_e4m3": lambda p: _to_e4m3(p[:, key_order(p.shape[1])]),
             "operand_e4m3": lambda packed, layout: packed,
+            "load_e4m3": lambda q, layout: q.load(layout),
+            "row_max_beside": _row_max_beside,
             "transpose": _transpose,
         }
     )
