@@ -66,9 +66,8 @@ def quantize_fp8(
     A scale is the largest finite magnitude of what it serves over 448, 1 if that is 0; elements
     that aren't finite become NaN. On NVIDIA GPUs from sm_89 on Triton does it: per block one kernel
     for each tensor, which reads it once; per head and per tensor one more before it, for the
-    magnitudes. Elsewhere torch does, to the same bits; but 64 dims of 16 bits that Hopper rotates
-    are added up in another order, which now and then gives a neighbour in e4m3. A first call
-    compiles, and must not be in a CUDA graph's capture.
+    magnitudes. Elsewhere torch does, to the same bits. A first call compiles, and must not be in a
+    CUDA graph's capture.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim], or [batch, seqlen_q, heads, head_dim] with
