@@ -28,6 +28,7 @@ from autoflash.kernels.hopper_tiles import (
     group_heads,
     staged_columns,
     tile_count,
+    widest,
 )
 from autoflash.kernels.kernel import (
     LOG2_E,
@@ -185,7 +186,7 @@ class FlashFwdFp8Ws(Kernel):
     def pipeline(self, problem: Problem, config: Config) -> list[str]:
         parts = {name: size for name, size in shared_parts(config, problem).items() if size}
         shared = ", ".join(f"{name} {size / 1024:g} KiB" for name, size in parts.items())
-        order = ", consumers in turns" if config["PING_PONG"] != "none" else ""
+        turns = ", consumers in turns" if config["PING_PONG"] != "none" else ""
         staging = {
             "own": "through a place of its own",
             "half": "by halves through a place of its own",
@@ -196,7 +197,7 @@ class FlashFwdFp8Ws(Kernel):
             f"1 warp loads, 2 look for NaN, with {config['LOADER_REGISTERS']} registers a thread",
             f"{config['CONSUMERS']} consumers of 4 warps and {ROWS} rows, "
             f"{consumer_registers(config)} registers",
-            f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys{order}",
+            f"ring of {config['STAGES']} blocks of {config['BLOCK_N']} keys{turns}",
             f"tiles by {config['SCHEDULE']} schedule; out {staging[str(config['STAGING'])]}",
             f"shared memory: {shared}",
         ]
@@ -212,7 +213,7 @@ class FlashFwdFp8Ws(Kernel):
             "LOADER_REGISTERS": 24,
             "Q_IN_REGISTERS": block_d(problem) <= 64 and not problem.causal,
             "EXP2_BY_FMA": 0,
-            **_HOPPER[max(block_d(problem), block_dv(problem))],
+            **_HOPPER[widest(problem)],
         }
         tries = []
         # Each gives up a little more than the one before.

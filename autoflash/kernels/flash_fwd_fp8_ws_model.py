@@ -7,7 +7,7 @@ decides more. The factors are fitted to 537 trials on an H200 (head dims 64, 128
 
 import math
 
-from autoflash.kernels.hopper_tiles import ROWS, block_d, block_dv, group_heads, tile_count
+from autoflash.kernels.hopper_tiles import ROWS, block_d, block_dv, group_heads, tile_count, widest
 from autoflash.problem import Problem
 from autoflash.space import Config
 from autoflash.target import Target
@@ -61,10 +61,10 @@ def estimate_ms(problem: Problem, config: Config, target: Target) -> float:
 
 def _details(problem: Problem, config: Config) -> float:
     """What choices of a few percent do to a step."""
-    widest = max(block_d(problem), block_dv(problem))
+    dims = widest(problem)
     factor = 1.0
     if config["CONSUMERS"] == 3:
-        factor *= 1.04 if config["STAGES"] == 2 and widest == 128 else 1.0
+        factor *= 1.04 if config["STAGES"] == 2 and dims == 128 else 1.0
         factor *= 1.0 if config["PING_PONG"] == "none" else 0.965
     elif config["PING_PONG"] != "none":
         factor *= 1.03
@@ -73,9 +73,9 @@ def _details(problem: Problem, config: Config) -> float:
     if config.integer("PV_PART") < min(128, block_dv(problem)):
         factor *= 1.01
     # The warps that look for NaN, and the loader at 256 dims, want more than 24.
-    if (config.integer("LOADER_REGISTERS") > 24) != (widest == 256):
+    if (config.integer("LOADER_REGISTERS") > 24) != (dims == 256):
         factor *= 1.01
-    if config["STAGING"] == "half" and widest < 256:
+    if config["STAGING"] == "half" and dims < 256:
         factor *= 1.03
     if config["SCHEDULE"] == "persistent":
         factor *= 1.015

@@ -17,6 +17,7 @@ from autoflash.kernels.hopper_tiles import (
     orders_tiles,
     schedules,
     stages_output,
+    widest,
 )
 from autoflash.problem import Problem
 from autoflash.space import Config, Constraint, Param, SearchSpace
@@ -89,11 +90,6 @@ def _divides_product(config: Config, problem: Problem, target: Target) -> str | 
     return None
 
 
-def _stages_output(config: Config, problem: Problem, target: Target) -> str | None:
-    # By halves is as fast as whole here, and faster with a mask.
-    return _STAGED(config, problem, target) if config["STAGING"] == "direct" else None
-
-
 def _holds_queries(config: Config, problem: Problem, target: Target) -> str | None:
     del target
     if config["Q_IN_REGISTERS"] and block_d(problem) > 64:
@@ -103,15 +99,14 @@ def _holds_queries(config: Config, problem: Problem, target: Target) -> str | No
 
 def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str | None:
     del target
-    if config["EXP2_BY_FMA"] and max(block_d(problem), block_dv(problem)) < 256:
+    if config["EXP2_BY_FMA"] and widest(problem) < 256:
         return "three consumers keep the other units as busy as the exponential unit"
     return None
 
 
 def _loader_registers(config: Config, problem: Problem, target: Target) -> str | None:
     # Of 256 dims the warps that look for NaN have more to hold.
-    wide = max(block_d(problem), block_dv(problem)) == 256
-    return None if wide else loader_registers(config, problem, target)
+    return None if widest(problem) == 256 else loader_registers(config, problem, target)
 
 
 def _matches_columns(config: Config, problem: Problem, target: Target) -> str | None:
@@ -121,7 +116,6 @@ def _matches_columns(config: Config, problem: Problem, target: Target) -> str | 
     return None
 
 
-_STAGED = stages_output(shared_parts)
 SPACE = SearchSpace(
     params=(
         Param(name="CONSUMERS", choices=(2, 3), doc="warpgroups of 64 query rows each"),
@@ -173,7 +167,15 @@ SPACE = SearchSpace(
             reads=("CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
         ),
         advice("queries", _holds_queries, "Q_IN_REGISTERS"),
-        advice("staging", _stages_output, "CONSUMERS", "BLOCK_N", "STAGES", "STAGING"),
+        # By halves is as fast as whole here, and faster with a mask.
+        advice(
+            "staging",
+            stages_output(shared_parts, alike=("own", "half")),
+            "CONSUMERS",
+            "BLOCK_N",
+            "STAGES",
+            "STAGING",
+        ),
         Constraint(name="halves of out", why_not=halves_output, reads=("STAGING",)),
         advice("exponentials", _needs_exponentials, "EXP2_BY_FMA"),
         advice("loader registers", _loader_registers, "SCHEDULE", "LOADER_REGISTERS"),

@@ -27,6 +27,7 @@ from autoflash.kernels.hopper_tiles import (
     staged_columns,
     tile_count,
     tile_heads,
+    widest,
 )
 from autoflash.kernels.kernel import (
     LOG2_E,
@@ -251,13 +252,13 @@ _FEW_ROWS = 8192
 
 def _gains_by_narrow_steps(problem: Problem) -> bool:
     """Whether the diagonal hides more of them than they cost, and four consumers have rows."""
-    wide = max(block_d(problem), block_dv(problem))
+    wide = widest(problem)
     return wide == 64 and problem.causal and 3 * ROWS < problem.seqlen_q <= _FEW_ROWS
 
 
 def _preferred(problem: Problem) -> dict[str, Any]:
     """What defaults() starts from."""
-    wide = max(block_d(problem), block_dv(problem))
+    wide = widest(problem)
     values = {
         "OVERLAP": True,
         "PV_WAIT": "middle",

@@ -17,6 +17,7 @@ from autoflash.kernels.hopper_tiles import (
     schedules,
     shared_parts,
     stages_output,
+    widest,
 )
 from autoflash.problem import Problem, next_power_of_2
 from autoflash.space import Config, Constraint, Param, SearchSpace
@@ -90,9 +91,9 @@ def _packs_most(config: Config, problem: Problem, target: Target) -> str | None:
 
 def _steps_wide(config: Config, problem: Problem, target: Target) -> str | None:
     del target
-    most = 3 if _widest(problem) <= 64 else 2
+    most = 3 if widest(problem) <= 64 else 2
     fits = config.integer("CONSUMERS") <= most
-    if config["BLOCK_N"] == 64 and problem.seqlen_k > 64 and fits and _widest(problem) <= 128:
+    if config["BLOCK_N"] == 64 and problem.seqlen_k > 64 and fits and widest(problem) <= 128:
         return "steps of 64 keys are 10 % slower than those of 128, for which there is room"
     return None
 
@@ -111,10 +112,6 @@ def _overlaps(config: Config, problem: Problem, target: Target) -> str | None:
     if config["PING_PONG"] != "done":
         return "consumers that don't overlap are best kept apart: in step they lose 5 %"
     return None
-
-
-def _widest(problem: Problem) -> int:
-    return max(block_d(problem), block_dv(problem))
 
 
 def _holds_queries(config: Config, problem: Problem, target: Target) -> str | None:
@@ -157,7 +154,7 @@ def _needs_exponentials(config: Config, problem: Problem, target: Target) -> str
     del target
     if not config["EXP2_BY_FMA"]:
         return None
-    if _widest(problem) > 64:
+    if widest(problem) > 64:
         return "above 64 the matrix unit is the bottleneck, not the exponential unit"
     if config["CONSUMERS"] != 2:
         return "more than two consumers keep the other units as busy as the exponential unit"

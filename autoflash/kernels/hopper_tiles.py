@@ -32,6 +32,11 @@ def block_dv(problem: Problem) -> int:
     return max(64, next_power_of_2(problem.head_dim_v))
 
 
+def widest(problem: Problem) -> int:
+    """The larger of both padded head dims."""
+    return max(block_d(problem), block_dv(problem))
+
+
 def consumer_registers(config: Config) -> int:
     """Registers of a consumer's thread: what the loader leaves, in eights."""
     consumers = config.integer("CONSUMERS")
@@ -124,10 +129,13 @@ def fits_shared(parts: Parts) -> WhyNot:
     return why_not
 
 
-def stages_output(parts: Parts) -> WhyNot:
-    """A constraint: out is staged in a place of its own where ``parts`` leaves room for that."""
+def stages_output(parts: Parts, *, alike: tuple[str, ...] = ()) -> WhyNot:
+    """A constraint: out is staged in a place of its own where ``parts`` leaves room for that; the
+    ways ``alike`` are never refused."""
 
     def why_not(config: Config, problem: Problem, target: Target) -> str | None:
+        if config["STAGING"] in alike:
+            return None
         for better in ("own", "half"):
             if config["STAGING"] == better:
                 return None

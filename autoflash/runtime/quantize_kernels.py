@@ -26,27 +26,22 @@ def quantize_rows(
     # or one for all of x. `nothing` is 0.
     # The last tiles first: largest_magnitudes has just read them, they may still be in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = tile % blocks
-    batch, head = tile // blocks // heads, tile // blocks % heads
+    batch, head, block = place_of(tile, heads, blocks)
     from_ptr = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     to_ptr = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     rows = block * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     x = read(from_ptr, stride_s, stride_d, rows, dims, seqlen, DIM)
     if ONE_PASS:
-        amax = tl.max(tl.abs(x.to(tl.float32)))
-        if not amax < float("inf"):
-            amax = tl.max(finite_magnitude(once_more(x, nothing)))
-        scale = scale_of(amax)
+        scale = scale_of(largest_finite(x, nothing))
         tl.store(descale_ptr + tile, scale)
     else:
         scale = known_scale(
             descale_ptr, amax_ptr, 1.0, tile, batch, head, block, heads, group, PER_HEAD
         )
     inverse = tl.math.div_rn(1.0, scale)
-    at = rows.to(tl.int64)[:, None] * stride_os + dims.to(tl.int64)[None, :] * stride_od
-    there = (rows < seqlen)[:, None] & (dims < DIM)[None, :]
-    tl.store(to_ptr + at, to_e4m3(once_more(x, nothing), inverse), mask=there)
+    y = to_e4m3(once_more(x, nothing), inverse)
+    write(to_ptr, stride_os, stride_od, rows, dims, seqlen, y, DIM)
 
 
 @triton.jit(do_not_specialize=["heads", "blocks", "nothing"])
@@ -61,8 +56,7 @@ def quantize_columns(
     # these): what goes from one thread to another is words, and what is written 16 bytes. Keys from
     # seqlen on are zero. The rest is as in quantize_rows.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    block = tile % blocks
-    batch, head = tile // blocks // heads, tile // blocks % heads
+    batch, head, block = place_of(tile, heads, blocks)
     words = block * (ROWS // 4) + tl.arange(0, ROWS // 4)
     from_ptr = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     to_ptr = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
@@ -79,17 +73,7 @@ def quantize_columns(
     c = read(from_ptr, stride_s, stride_d, first + 2 + step, dims, seqlen, DIM)
     d = read(from_ptr, stride_s, stride_d, first + 3 + step, dims, seqlen, DIM)
     if ONE_PASS:
-        amax = tl.max(
-            larger_of(a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32))
-        )
-        if not amax < float("inf"):
-            amax = tl.max(
-                finite_of(
-                    once_more(a, nothing), once_more(b, nothing), once_more(c, nothing),
-                    once_more(d, nothing),
-                )
-            )  # fmt: skip
-        scale = scale_of(amax)
+        scale = scale_of(largest_of_four(a, b, c, d, nothing))
         tl.store(descale_ptr + tile, scale)
     else:
         scale = known_scale(
@@ -111,15 +95,18 @@ def largest_magnitudes(
 ):  # fmt: skip
     # amax_ptr holds zeros, and is left with the bits of the largest finite |x|.
     tile = tl.program_id(0)
-    block = tile % blocks
-    batch, head = tile // blocks // heads, tile // blocks % heads
+    batch, head, block = place_of(tile, heads, blocks)
     from_ptr = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     rows = block * ROWS + tl.arange(0, ROWS)
     x = read(from_ptr, stride_s, stride_d, rows, tl.arange(0, BLOCK_D), seqlen, DIM)
-    amax = tl.max(tl.abs(x.to(tl.float32)))
-    if not amax < float("inf"):
-        amax = tl.max(finite_magnitude(x.to(tl.float32)))
+    amax = largest_finite(x.to(tl.float32), 0)
     raise_to(amax_ptr, amax, batch, head, heads, group, PER_HEAD)
+
+
+@triton.jit
+def place_of(tile, heads, blocks):
+    # Batch, head and the head's block of rows.
+    return tile // blocks // heads, tile // blocks % heads, tile % blocks
 
 
 @triton.jit
@@ -127,6 +114,12 @@ def read(x_ptr, stride_s, stride_d, rows, dims, seqlen, DIM: tl.constexpr):
     # x[rows, dims], zero outside of the tensor.
     at = rows.to(tl.int64)[:, None] * stride_s + dims.to(tl.int64)[None, :] * stride_d
     return tl.load(x_ptr + at, mask=(rows < seqlen)[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def write(x_ptr, stride_s, stride_d, rows, dims, seqlen, x, DIM: tl.constexpr):
+    at = rows.to(tl.int64)[:, None] * stride_s + dims.to(tl.int64)[None, :] * stride_d
+    tl.store(x_ptr + at, x, mask=(rows < seqlen)[:, None] & (dims < DIM)[None, :])
 
 
 @triton.jit
@@ -141,13 +134,35 @@ def once_more(x, nothing):
 
 
 @triton.jit
+def largest_finite(x, nothing):
+    # Maxima pass over NaN. Infinities are rare enough that the others shouldn't pay for them.
+    amax = tl.max(tl.abs(x.to(tl.float32)))
+    if not amax < float("inf"):
+        amax = tl.max(finite_magnitude(once_more(x, nothing)))
+    return amax
+
+
+@triton.jit
+def largest_of_four(a, b, c, d, nothing):
+    # The same of four tensors.
+    amax = tl.max(larger_of(a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)))
+    if not amax < float("inf"):
+        amax = tl.max(
+            finite_of(
+                once_more(a, nothing), once_more(b, nothing), once_more(c, nothing),
+                once_more(d, nothing),
+            )
+        )  # fmt: skip
+    return amax
+
+
+@triton.jit
 def finite_magnitude(x):
     return tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0)
 
 
 @triton.jit
 def larger_of(a, b, c, d):
-    # Maxima pass over NaN.
     return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
 
 
@@ -159,11 +174,17 @@ def finite_of(a, b, c, d):
 
 
 @triton.jit
-def raise_to(amax_ptr, amax, batch, head, heads, group, PER_HEAD: tl.constexpr):
-    # The bits of numbers >= 0 are in the numbers' order, and a maximum is the same in any order.
+def scale_index(batch, head, heads, group, PER_HEAD: tl.constexpr):
     index = 0
     if PER_HEAD:
         index = batch * (heads // group) + head // group
+    return index
+
+
+@triton.jit
+def raise_to(amax_ptr, amax, batch, head, heads, group, PER_HEAD: tl.constexpr):
+    # The bits of numbers >= 0 are in the numbers' order, and a maximum is the same in any order.
+    index = scale_index(batch, head, heads, group, PER_HEAD)
     tl.atomic_max(amax_ptr + index, amax.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -172,10 +193,9 @@ def known_scale(
     descale_ptr, amax_ptr, normal, tile, batch, head, block, heads, group, PER_HEAD: tl.constexpr
 ):
     # From what largest_magnitudes found; one program stores it.
-    index = 0
+    index = scale_index(batch, head, heads, group, PER_HEAD)
     first = tile == 0
     if PER_HEAD:
-        index = batch * (heads // group) + head // group
         first = (block == 0) & (head % group == 0)
     scale = scale_of(tl.load(amax_ptr + index).to(tl.float32, bitcast=True))
     tl.store(descale_ptr + index, scale * normal, mask=first)

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from autoflash.runtime.quantize_kernels import (
-    finite_of,
     known_scale,
-    larger_of,
+    largest_of_four,
+    place_of,
     raise_to,
     read,
     scale_of,
     to_e4m3,
+    write,
 )
 
 
@@ -33,19 +34,9 @@ def quantize_rotated(
     # another.
     tile = tiles - 1 - tl.program_id(0)
     a, b, c, d = load_quarters(
-        x_ptr,
-        stride_b,
-        stride_h,
-        stride_s,
-        stride_d,
-        tile,
-        heads,
-        blocks,
-        seqlen,
-        DIM,
-        BLOCK_D,
-        ROWS,
-    )
+        x_ptr, stride_b, stride_h, stride_s, stride_d, tile, heads, blocks, seqlen,
+        DIM, BLOCK_D, ROWS,
+    )  # fmt: skip
     if AHEAD:
         while tile >= 0:
             later = tile - tl.num_programs(0)
@@ -79,22 +70,12 @@ def largest_rotated(
     # quantize_kernels.largest_magnitudes of what quantize_rotated mixes.
     tile = tl.program_id(0)
     a, b, c, d = load_quarters(
-        x_ptr,
-        stride_b,
-        stride_h,
-        stride_s,
-        stride_d,
-        tile,
-        heads,
-        blocks,
-        seqlen,
-        DIM,
-        BLOCK_D,
-        ROWS,
-    )
+        x_ptr, stride_b, stride_h, stride_s, stride_d, tile, heads, blocks, seqlen,
+        DIM, BLOCK_D, ROWS,
+    )  # fmt: skip
     a, b, c, d = mix(a, b, c, d, signs_ptr, DIM, BLOCK_D, ROWS, STEPS)
-    batch, head = tile // blocks // heads, tile // blocks % heads
-    raise_to(amax_ptr, largest_finite(a, b, c, d), batch, head, heads, group, PER_HEAD)
+    batch, head, _ = place_of(tile, heads, blocks)
+    raise_to(amax_ptr, largest_of_four(a, b, c, d, 0), batch, head, heads, group, PER_HEAD)
 
 
 @triton.jit
@@ -102,9 +83,9 @@ def load_quarters(
     x_ptr, stride_b, stride_h, stride_s, stride_d, tile, heads, blocks, seqlen,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    batch, head = tile // blocks // heads, tile // blocks % heads
+    batch, head, block = place_of(tile, heads, blocks)
     x_ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    rows = tile % blocks * ROWS + tl.arange(0, ROWS)
+    rows = block * ROWS + tl.arange(0, ROWS)
     QUARTER: tl.constexpr = BLOCK_D // 4
     dims = tl.arange(0, QUARTER)
     a = read(x_ptr, stride_s, stride_d, rows, dims, seqlen, DIM)
@@ -121,11 +102,10 @@ def round_quarters(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
     ONE_PASS: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    block = tile % blocks
-    batch, head = tile // blocks // heads, tile // blocks % heads
+    batch, head, block = place_of(tile, heads, blocks)
     a, b, c, d = mix(a, b, c, d, signs_ptr, DIM, BLOCK_D, ROWS, STEPS)
     if ONE_PASS:
-        scale = scale_of(largest_finite(a, b, c, d))
+        scale = scale_of(largest_of_four(a, b, c, d, 0))
         tl.store(descale_ptr + tile, scale * normal)
     else:
         scale = known_scale(
@@ -134,21 +114,13 @@ def round_quarters(
     inverse = tl.math.div_rn(1.0, scale)
     out_ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     rows = block * ROWS + tl.arange(0, ROWS)
-    store_quarter(out_ptr, stride_s, stride_d, rows, 0, seqlen, a, inverse, DIM, BLOCK_D)
-    store_quarter(out_ptr, stride_s, stride_d, rows, 1, seqlen, b, inverse, DIM, BLOCK_D)
-    store_quarter(out_ptr, stride_s, stride_d, rows, 2, seqlen, c, inverse, DIM, BLOCK_D)
-    store_quarter(out_ptr, stride_s, stride_d, rows, 3, seqlen, d, inverse, DIM, BLOCK_D)
-
-
-@triton.jit
-def store_quarter(
-    out_ptr, stride_s, stride_d, rows, index, seqlen, x, inverse,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    dims = index * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
-    at = rows.to(tl.int64)[:, None] * stride_s + dims.to(tl.int64)[None, :] * stride_d
-    there = (rows < seqlen)[:, None] & (dims < DIM)[None, :]
-    tl.store(out_ptr + at, to_e4m3(x, inverse), mask=there)
+    QUARTER: tl.constexpr = BLOCK_D // 4
+    dims = tl.arange(0, QUARTER)
+    a, b, c, d = to_e4m3(a, inverse), to_e4m3(b, inverse), to_e4m3(c, inverse), to_e4m3(d, inverse)
+    write(out_ptr, stride_s, stride_d, rows, dims, seqlen, a, DIM)
+    write(out_ptr, stride_s, stride_d, rows, dims + QUARTER, seqlen, b, DIM)
+    write(out_ptr, stride_s, stride_d, rows, dims + 2 * QUARTER, seqlen, c, DIM)
+    write(out_ptr, stride_s, stride_d, rows, dims + 3 * QUARTER, seqlen, d, DIM)
 
 
 @triton.jit
@@ -193,12 +165,3 @@ def mix_quarter(
             other = (tl.xor_sum(bits, 2, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
             x = (other + pairs * sign).reshape(ROWS, QUARTER)
     return x
-
-
-@triton.jit
-def largest_finite(a, b, c, d):
-    amax = tl.max(larger_of(a, b, c, d))
-    if not amax < float("inf"):
-        # Rare enough that the others shouldn't pay for it.
-        amax = tl.max(finite_of(a, b, c, d))
-    return amax

@@ -61,6 +61,7 @@ def compiled(function, dim, granularity, *, permuted=False, dtype="bf16", target
     binary = triton.compile(source, target=gpu_target(NAMED_TARGETS[target]), options=options)
     return SimpleNamespace(
         resources=resources_of(binary), threads=32 * options["num_warps"], ahead=ahead,
+        elements=tile["ROWS"] * tile["BLOCK_D"] // (32 * options["num_warps"]),
         registers=options["maxnreg"],
         ptx=binary.asm["ptx"], converted=binary.asm["ttgir"].count("convert_layout"),
     )  # fmt: skip
@@ -88,6 +89,9 @@ def test_programs_fit_side_by_side_and_nothing_spills(dim, granularity, form):
     found = compiled(function, dim, granularity, permuted=permuted)
     assert found.resources.registers <= found.registers
     assert found.resources.spills <= (TOLERABLE if form == "rotated" else 0)
+    held = 128 if granularity == "block" and form != "rotated" else 64 if found.ahead else 32
+    # Four warps at least have a block of 64 dims.
+    assert found.elements == min(held, tile_constants(dim, 128, "block", False)["BLOCK_D"])
     blocks = found.resources.blocks_per_sm(found.threads, NAMED_TARGETS["h200"])
     # One that loads ahead overlaps with itself.
     assert blocks >= (1 if found.ahead else 2)
@@ -97,7 +101,16 @@ def test_programs_fit_side_by_side_and_nothing_spills(dim, granularity, form):
     if form in ("rows", "rotated"):
         # Nothing goes through shared memory but a maximum.
         assert found.converted == 0
-        assert found.resources.shared_bytes <= 512
+        assert found.resources.shared_bytes <= 128
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("function", ["quantize_rows", "quantize_columns", "quantize_rotated"])
+def test_few_rows_have_four_warps(function, granularity):
+    """Fewer lose words (docs/fp8.md, "Traps")."""
+    found = compiled(function, 64, granularity, rows=1)
+    assert found.threads == 128
+    assert found.resources.spills == 0
 
 
 @pytest.mark.parametrize("function", ["largest_magnitudes", "largest_rotated"])

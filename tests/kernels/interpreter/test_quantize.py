@@ -49,7 +49,13 @@ def cases() -> list[dict]:
             ("outliers", 300, 128, "bfloat16"), ("not finite", 130, 256, "float16"),
         )
     ]  # fmt: skip
-    return found + rotated + ahead
+    wide = [
+        case_of(lot, (granularity, False, False), data, rows, 64)
+        | {**small, "rotation": 3, "dtype": "float16"}
+        for granularity in ("tensor", "head", "block")
+        for data, rows in (("outliers", 9), ("normal", 130), ("not finite", 257), ("normal", 33))
+    ]
+    return found + rotated + ahead + wide
 
 
 def case_of(lot: random.Random, form: tuple, data: str, rows: int, dim: int) -> dict:

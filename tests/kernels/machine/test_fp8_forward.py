@@ -201,7 +201,6 @@ DEFECTS = {
     "a consumer without rows lets one block too many go": (
         "hidden = blocks - 1", "hidden = blocks",
     ),
-
     "keys are permuted once too often": (
         "key = start + word // 4 * 16 + word % 4 * 2", "key = start + word * 4",
     ),
